@@ -14,7 +14,10 @@ CONSTRAINTS ?= $(shell $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -
 # and caches them. Without that cache a process starts JAX in three seconds instead of one, and tests start hundreds of
 # processes.
 unexport PYTHONDONTWRITEBYTECODE
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
+# On a terminal pip shows its progress. Elsewhere, such as in the log of a workflow, it prints only warnings and errors.
+# GNU make 4.1 and newer set MAKE_TERMOUT on a terminal; with an older make pip stays quiet.
+PIP_OUTPUT := $(if $(MAKE_TERMOUT),--progress-bar on,--quiet)
+INSTALL := $(BIN)/python -m pip install $(PIP_OUTPUT) --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .PHONY: help finetune test test-all pytest pytest-all selected lint format docs peers dist versions bench clean
@@ -117,10 +120,12 @@ dist: $(VENV)/.installed-dev ## Build wheel and sdist, install the wheel into a 
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; set -e; \
 	wheel=$$(realpath dist/*.whl); \
 	$(PYTHON) -m venv "$$folder/venv"; cd "$$folder"; export JAX_PLATFORMS=cpu; \
-	install="venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(abspath $(CONSTRAINTS))"; \
+	install="venv/bin/python -m pip install $(PIP_OUTPUT) --disable-pip-version-check --constraint $(abspath $(CONSTRAINTS))"; \
+	echo "Installing the wheel with JAX into a fresh environment. This can take minutes."; \
 	$$install "$$wheel"; \
 	echo 'def job(): import jax.numpy as np; return (lambda w, x: x @ w), (np.ones((64, 64)), np.ones((8, 64)))' >step.py; \
 	venv/bin/lowtide explain step.py:job; \
+	echo "Installing the packages of lowtide finetune there. This can take minutes."; \
 	$$install "$$wheel[finetune]"; venv/bin/lowtide finetune --steps 10 --out run
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).
@@ -139,16 +144,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp file per purpose: `make finetune` installs no development tools, and a second call installs nothing.
-$(VENV)/.installed-run: pyproject.toml constraints/oldest.txt constraints/newest.txt | $(BIN)/python
-	@echo "Installing Lowtide into $(VENV) ..."
-	$(INSTALL) --editable ".[finetune]"
-	@touch $@
-
 $(VENV)/.installed-%: pyproject.toml constraints/oldest.txt constraints/newest.txt | $(BIN)/python
-	@echo "Installing Lowtide with its $* tools into $(VENV) ..."
+	@echo "Installing Lowtide into $(VENV) with $(PACKAGES_$*). This can take minutes."
 	$(INSTALL) --editable ".[$(EXTRAS_$*)]"
 	@touch $@
 
+EXTRAS_run := finetune
 EXTRAS_dev := dev
 EXTRAS_docs := docs
 EXTRAS_peers := dev,peers
+PACKAGES_run := JAX and the packages of lowtide finetune
+PACKAGES_dev := JAX, the test tools, and compilers for TPUs and GPUs that are not attached
+PACKAGES_docs := MkDocs and the packages that the pages use
+PACKAGES_peers := the test tools, PyTorch, Transformers, PEFT, bitsandbytes and Ray

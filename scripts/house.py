@@ -18,7 +18,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST = {"lines": 61_000, "files": 230, "% vague names": 0.6, "% of code in raise statements": 7.0}
+MOST = {"lines": 58_000, "files": 230, "% vague names": 0.6, "% of code in raise statements": 7.0}
 LEAST = {"% comment lines": 3.0}
 VAGUE = frozenset(
     "at found each one given where made left other mine told said seen kept held begun wanted asked there those these"

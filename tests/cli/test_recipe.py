@@ -112,7 +112,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_read(
     finetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(job, "_load", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(job, "load_base", lambda *args: pytest.fail("a model was loaded"))
     status, printed = finetune("--track", "wandb")
     assert status == 2 and 'pip install "lowtide[wandb]"' in printed and not (tmp_path / "run").exists()
     status, printed = finetune("--track", "comet")

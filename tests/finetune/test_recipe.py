@@ -10,7 +10,8 @@ import pytest
 from lowtide.core import ConfigError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config, setting_of
 from lowtide.finetune._config import _SYNONYMS, with_seq_len, with_steps
-from lowtide.finetune._job import adamw, learning_rate, optimizer, stopping_callbacks
+from lowtide.finetune._job import adamw, learning_rate, optimizer
+from lowtide.finetune._run import stopping_callbacks
 from lowtide.finetune._run_folder import check_same_run, write_config
 
 
@@ -73,9 +74,7 @@ def test_a_run_of_a_step_has_a_rate(schedule, num_steps):
 def test_epochs_are_steps_of_the_data():
     config = FinetuneConfig(num_epochs=2.5, batch_size=8)
     assert with_steps(config, 30) == FinetuneConfig(num_steps=10, batch_size=8)
-    assert with_steps(FinetuneConfig(), None) == FinetuneConfig()
-    with pytest.raises(ConfigError, match=r"the length of the data is unknown(.|\n)*hint:.*--steps"):
-        with_steps(config, None)
+    assert with_steps(FinetuneConfig(), 30) == FinetuneConfig()
 
 
 @pytest.mark.slow

@@ -1,23 +1,28 @@
-"""The scripts and notebooks in `examples/` run as they stand; each asserts what it shows.
+"""The scripts and notebooks in `examples/` run unchanged; each asserts what it shows.
 
 A page of the documentation that includes and runs an example proves it, so only the others run here.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import lowtide
 
 from .test_docs import PAGES, tool
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")])
+NOTEBOOKS = [path for path in EXAMPLES if path.suffix == ".ipynb"]
 
 
 def runs_on_a_page(example: Path) -> bool:
@@ -35,14 +40,55 @@ def runs_on_a_page(example: Path) -> bool:
 ON_PAGES = [path for path in EXAMPLES if runs_on_a_page(path)]
 
 
+def cells_of(notebook: Path) -> list[dict[str, Any]]:
+    return json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+
+
+def code_of(example: Path) -> str:
+    """Return the script, or the code cells of a notebook in their order."""
+    if example.suffix == ".py":
+        return example.read_text(encoding="utf-8")
+    return "\n".join("".join(cell["source"]) for cell in cells_of(example) if cell["cell_type"] == "code")
+
+
 def script_of(example: Path, folder: Path) -> Path:
-    """The script itself; of a notebook, its cells of code in their order."""
+    """Return the script itself, or a script with the code of a notebook."""
     if example.suffix == ".py":
         return example
-    cells = json.loads(example.read_text(encoding="utf-8"))["cells"]
     script = folder / f"{example.stem}.py"
-    script.write_text("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"), encoding="utf-8")
+    script.write_text(code_of(example), encoding="utf-8")
     return script
+
+
+def lowtide_names(code: str) -> set[str]:
+    """Return the dotted names of Lowtide that the code imports, or uses as attributes of a module."""
+    tree = ast.parse(code)
+    modules, names = dict[str, str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "lowtide":
+                    modules[alias.asname or "lowtide"] = alias.name if alias.asname else "lowtide"
+                    names.add(alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lowtide":
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in modules and re.fullmatch(r"\w+(\.\w+)*", rest):
+                names.add(f"{modules[root]}.{rest}")
+    return names
+
+
+def exists(name: str) -> bool:
+    """Return whether a dotted name of Lowtide is there."""
+    value: Any = lowtide
+    for part in name.split(".")[1:]:
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
 
 
 @pytest.mark.slow
@@ -74,10 +120,35 @@ def test_the_page_of_the_folder_names_every_example() -> None:
     assert [path.name for path in EXAMPLES if f"`{path.name}`" not in page] == []
 
 
-@pytest.mark.parametrize("notebook", [path for path in EXAMPLES if path.suffix == ".ipynb"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_every_name_of_lowtide_in_an_example_exists(example: Path) -> None:
+    names = lowtide_names(code_of(example))
+    assert names
+    assert sorted(name for name in names if not exists(name)) == []
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_valid(notebook: Path) -> None:
+    document = json.loads(notebook.read_text(encoding="utf-8"))
+    assert set(document) == {"cells", "metadata", "nbformat", "nbformat_minor"}
+    assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
+    ids = [cell["id"] for cell in document["cells"]]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in ids)
+    for cell in document["cells"]:
+        keys = {"cell_type", "id", "metadata", "source"}
+        if cell["cell_type"] == "code":
+            keys |= {"execution_count", "outputs"}
+            ast.parse("".join(cell["source"]), filename=f"{notebook.name}, {cell['id']}")
+        else:
+            assert cell["cell_type"] == "markdown"
+        assert set(cell) == keys
+        assert all(line.endswith("\n") for line in cell["source"][:-1])
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_was_run_whole_and_shows_no_machine(notebook: Path) -> None:
     text = notebook.read_text(encoding="utf-8")
-    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    cells = [cell for cell in cells_of(notebook) if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert outputs and [output for output in outputs if output["output_type"] == "error"] == []

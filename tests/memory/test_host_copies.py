@@ -33,7 +33,6 @@ def report_of(fn: Any, *args: Any, **options: Any) -> Any:
     return report
 
 
-@pytest.mark.slow
 def test_an_array_that_is_read_as_a_whole_is_copied_as_a_whole() -> None:
     def fn(w: Any, x: Any) -> Any:
         return jnp.tanh(x @ jax.device_put(w, DEVICE))

@@ -78,7 +78,6 @@ def only(buffers: tuple[Buffer, ...], **wanted: Any) -> list[Buffer]:
     return [b for b in buffers if all(getattr(b, name) == value for name, value in wanted.items())]
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_arguments_keep_their_roles_paths_and_shapes(compiled: Any, name: str) -> None:
     report = compiled(name).report(ROLES)
@@ -111,7 +110,6 @@ def test_paths_begin_with_the_names_of_the_signature(fn: Any, keywords: tuple[st
     assert {b.path for b in only(report.buffers, phase="argument")} == paths
 
 
-@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_parts_at_the_peak_add_up_and_all_have_an_owner(compiled: Any, name: str) -> None:
     report = compiled(name).report(ROLES)

@@ -217,7 +217,7 @@ def test_blocks_of_256_are_read_in_any_part(tmp_path: Path) -> None:
             write()
         writer.close()
         place = read_header(tmp_path / "x.gguf").places["t"]
-        source = GgufTensor(name="t", file=tmp_path / "x.gguf", place=place)
+        source = GgufTensor(file=tmp_path / "x.gguf", place=place)
         whole = gguf.quants.dequantize(raw, kind)
         part = source.read((slice(1, 5), slice(200, 300)))
         np.testing.assert_array_equal(part, whole[1:5, 200:300])

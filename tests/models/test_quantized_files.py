@@ -255,14 +255,17 @@ def test_what_does_not_fit_is_refused_by_name(nested: Path, tmp_path: Path, case
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "words"),
+    ("kind", "name", "shape", "words"),
     [
-        ("int8", "SCB", "64 values of F32"),
-        ("rows", "weight_scale", "one, or one for each of the 64 rows"),
-        ("blocks", "weight_scale_inv", r"\(2, 2\) of \(32, 32\)"),
+        ("int8", "SCB", (3, 1), "64 values of F32"),
+        ("int8", "SCB", (1, 64), "one row for each of 64 rows of weights"),
+        ("rows", "weight_scale", (3, 1), "one, or one for each of the 64 rows"),
+        ("blocks", "weight_scale_inv", (3, 1), r"\(2, 2\) of \(32, 32\)"),
     ],
 )
-def test_scales_of_another_shape_are_refused(dense: Path, tmp_path: Path, kind: str, name: str, words: str) -> None:
+def test_scales_of_another_shape_are_refused(
+    dense: Path, tmp_path: Path, kind: str, name: str, shape: tuple[int, int], words: str
+) -> None:
     quantized_directory(dense, tmp_path / "m", kind)
     with safe_open(tmp_path / "m" / SINGLE, "numpy") as file:
         kinds = {each: file.get_slice(each).get_dtype() for each in file.keys()}  # noqa: SIM118
@@ -270,7 +273,7 @@ def test_scales_of_another_shape_are_refused(dense: Path, tmp_path: Path, kind: 
     for each, dtype in kinds.items():
         if dtype == "F8_E4M3":
             tensors[each] = (dtype, np.zeros((64, 64), np.uint8))
-    tensors[Q_PROJ.replace("weight", name)] = ("F32", np.ones((3, 1), np.float32))
+    tensors[Q_PROJ.replace("weight", name)] = ("F32", np.ones(shape, np.float32))
     write_tensors(tmp_path / "m" / SINGLE, tensors)
     with pytest.raises(ModelFileError, match=rf"does not match(.|\n)*{words}(.|\n)*hint:"):
         models.load(tmp_path / "m")

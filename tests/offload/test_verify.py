@@ -86,10 +86,14 @@ def test_arguments_left_on_the_device_are_caught(tpu_device: jax.Device) -> None
 
 @pytest.mark.tpu_aot
 def test_a_donation_that_no_output_takes_up_is_caught(tpu_device: jax.Device) -> None:
+    def scaled_sum(factor: int, s: jax.Array) -> jax.Array:
+        return jnp.sum(to_device(s)) * factor
+
+    options: Any = {"target": "v5e", "static_argnums": 0, "donate_argnums": 1}
     with pytest.warns(UserWarning, match="donated buffers were not usable"):
-        made = compile(lambda s: jnp.sum(to_device(s)), to_host(shape(64, 128)), target="v5e", donate_argnums=0)
-    with pytest.raises(PlacementError, match="0: donated, but no output reuses its buffer"):
-        verify(made, {"0": "host"})
+        made = compile(scaled_sum, 2, to_host(shape(64, 128)), **options)
+    with pytest.raises(PlacementError, match="1: donated, but no output reuses its buffer"):
+        verify(made, {"1": "host"})
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def block_flops(mask: AttentionMask, length: int, size: int, monkeypatch: pytest
 
     flops = jaxpr_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
     pairs = _blocks._pairs_of(_blocks.Config(mask.causal, mask.window, 1.0, None, size), NO_DATA, length, length)
-    return flops, len(pairs.row_P)
+    return flops, len(pairs.all_P.row)
 
 
 NO_DATA = _blocks.RuntimeMask(None, None, None, None)

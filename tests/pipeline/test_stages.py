@@ -192,6 +192,7 @@ def test_a_schedule_for_given_costs_stays() -> None:
     for costs in (Costs(input=2), Costs(weight=[3, 1, 2, 1], communication=0.2)):
         two = schedule(num_stages=4, num_microbatches=8, stages_per_rank=2, memory_limit=[3, 4])
         assert two.fitted(costs, 100).placement == two.placement
+        assert two.fitted(costs, np.array([100.0, 100.0])) == two.fitted(costs, (100.0, 100.0))
         assert [peak <= limit for peak, limit in zip(simulate(two.fitted(costs, 100)).peaks, (3, 4), strict=True)]
 
 

@@ -17,11 +17,11 @@ from rich.console import Console
 from lowtide.core import LayerStack
 from lowtide.jaxprs import jaxpr_flops
 from lowtide.jaxprs._versions import make_jaxpr
-from lowtide.pipeline import PassFlops, schedule, split_backward, value_and_grad
+from lowtide.pipeline import PassFlops, schedule, value_and_grad
 from lowtide.pipeline.split._split import trace_split
 
 from .test_executor import mesh_of
-from .test_split import CASES, normal
+from .test_split import CASES, ArrayPasses, normal
 
 ROWS, WIDTH = 6, 8
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
@@ -29,13 +29,13 @@ W, X = normal(0, WIDTH, WIDTH), normal(1, ROWS, WIDTH)
 
 
 def flops_of(stage: Any, weights: Any, x: Any = X, *extras: Any, wrt: Any = "**") -> PassFlops:
-    return split_backward(stage, wrt=wrt).trace(weights, x, *extras).flops
+    return ArrayPasses(stage, weights, x, *extras, wrt=wrt).flops
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_parts_are_those_of_the_traced_passes(name: str) -> None:
     case = CASES[name]
-    split = split_backward(case.stage).trace(case.weights, case.x, *case.extras)
+    split = ArrayPasses(case.stage, case.weights, case.x, *case.extras)
 
     def run(fn: Any, *args: Any) -> tuple[int, Any]:
         closed, shapes = make_jaxpr(fn)(*args)
@@ -200,7 +200,7 @@ def test_blocks_whose_weights_wait_raise_no_alarm(name: str) -> None:
     found = flops_of(stage, weights)
     assert found.unsplit == ()
     assert 0.6 * found.input < found.weight < 1.3 * found.input or name == "remat"
-    split, dy = split_backward(stage).trace(weights, X), jnp.cos(X)
+    split, dy = ArrayPasses(stage, weights, X), jnp.cos(X)
     _, residuals = split.forward(weights, X)
     dx, waiting = split.input(weights, residuals, dy)
     wanted = jax.vjp(stage, weights, X)[1](dy)

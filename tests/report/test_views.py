@@ -20,17 +20,24 @@ from rich.console import Console
 
 from lowtide.core import ConfigError, OutputError, ReportError, format_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, diff
-from lowtide.report._facts import DERIVED_ROLES, Buffer
+from lowtide.report._facts import DERIVED_ROLES, Buffer, live_bytes
 from lowtide.report.views._content import common_label, fit_text
 from lowtide.report.views._png import byte_ticks
 from lowtide.report.views._styles import (
     _DERIVED_STYLES,
-    DARK_BACKGROUND,
-    LIGHT_BACKGROUND,
     contrast,
     stacking_order,
     styles,
 )
+
+
+def test_a_buffer_is_alive_in_its_last_operation() -> None:
+    buffers = [
+        Buffer(space="device", role="temporaries", num_bytes=num_bytes, start=start, end=start + 2)
+        for num_bytes, start in ((3, 0), (4, 2))
+    ]
+    assert live_bytes(buffers, 6) == [3, 3, 7, 4, 4, 0]
+
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
 
@@ -175,7 +182,7 @@ def test_names_that_differ_in_numbers(labels: list[str], text: str) -> None:
 USUAL = ["params", "frozen", "opt_state", "batch", "other", *DERIVED_ROLES]
 
 
-@pytest.mark.parametrize("background", [LIGHT_BACKGROUND, DARK_BACKGROUND, "#ffffff", "#121519"])
+@pytest.mark.parametrize("background", ["#f6f7f9", "#1b1f26", "#ffffff", "#121519"])
 def test_every_colour_stands_out_from_the_page(background: str) -> None:
     for role, style in styles([*USUAL, *(f"role{at}" for at in range(8))]).items():
         assert contrast(style.color, background) >= 3, role

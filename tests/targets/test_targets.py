@@ -272,7 +272,7 @@ def shape(*dims: int, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 # One GPU of each compute capability in the catalogue: the compiler knows a GPU by its capability.
-GPUS = {chip.capability.version: name for name, chip in catalogue().chips.items() if chip.capability is not None}
+GPUS = {chip.capability: name for name, chip in catalogue().chips.items() if chip.capability is not None}
 
 
 @pytest.mark.slow_after(1)

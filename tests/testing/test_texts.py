@@ -48,7 +48,8 @@ def test_every_printed_size_can_be_given_back_to_every_tool(num_bytes: int) -> N
 @given(SIZES)
 @settings(max_examples=20)
 def test_the_sizes_that_fits_prints_are_budgets(num_bytes: int) -> None:
-    row = _fits.Row(target="cpu", device_bytes=num_bytes, usable_bytes=num_bytes)
+    row = {"target": "cpu", "device_bytes": num_bytes, "usable_bytes": num_bytes, "host_bytes": 0}
+    row |= {"host_usable_bytes": None, "fits": True, "host_fits": None, "margin_bytes": 0, "compile_seconds": 1.0}
     console = Console(file=io.StringIO(), width=160)
     console.print(_fits._table([row], None))
     line = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]

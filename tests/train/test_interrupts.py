@@ -82,7 +82,8 @@ def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_p
         return result
 
     monkeypatch.setattr(ours._compiled, "compile", lambda batch: interrupted)
-    monkeypatch.setattr(ours._compiled, "_refuse_large", lambda compiled, batch: None)
+    monkeypatch.setattr(ours._compiled, "_report", lambda compiled: None)
+    monkeypatch.setattr(ours._compiled, "_refuse_large", lambda report, batch: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -206,7 +206,7 @@ def test_a_signal_while_a_step_is_sent_finds_its_state_stored(replaced: bool, mo
 
         def on_preflight(self, trainer: Any, report: Any) -> None:
             monkeypatch.setattr(trainer._compiled, "compile", lambda batch: interrupted)
-            monkeypatch.setattr(trainer._compiled, "_refuse_large", lambda compiled, batch: None)
+            monkeypatch.setattr(trainer._compiled, "_report", lambda compiled: report)
 
     with pytest.raises(KeyboardInterrupt):
         trainer.fit([x] * 9, num_steps=9, callbacks=[Replaces()])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,26 +149,9 @@ class _UseSet(set[Use]):
         return self is other
 
 
-@runtime_checkable
-class _KernelWeight(Protocol):
-    """A node in place of a weight with two groups of axes: [*stack, *m, *n]."""
-
-    ndim: int
-    """Number of axes, including those of the stack."""
-    num_rows: int
-    """Number of axes of m."""
-    num_columns: int
-    """Number of axes of n."""
-    num_stacked: int
-    """Number of axes of the stack."""
-
-    def transposed(self, order: tuple[int, ...]) -> Any:
-        """Transpose the weight; return None where the order mixes the groups."""
-        ...
-
-    def through(self, run: Callable[[Any], Any], *, over_rows: bool, at: int, dtype: Any) -> Any:
-        """Compute a function that is linear in the weight; see `lora.LoRAKernel.through`."""
-        ...
+def _is_kernel(node: Any) -> bool:
+    """Return whether a weight has two groups of axes, [*stack, *m, *n], as `lora.LoRAKernel` has."""
+    return hasattr(node, "through") and hasattr(node, "num_rows")
 
 
 class _Weight(NamedTuple):
@@ -188,8 +171,7 @@ class _Weight(NamedTuple):
 
 
 def _num_stacked(node: Any) -> int:
-    """Return the number of leading stack axes of a node."""
-    return node.num_stacked if isinstance(node, _KernelWeight) else node.ndim - 2
+    return node.num_stacked if _is_kernel(node) else node.ndim - 2
 
 
 def probe(leaf: Any) -> Probe:
@@ -237,7 +219,6 @@ class _TracedProgram:
         """A `ClosedJaxpr`."""
 
     def result(self, values: Sequence[Any]) -> Any:
-        """Build the function's result from the program's results."""
         for value in values:
             if isinstance(value, _Weight) and value.is_transposed:
                 hint = "transpose it where it is multiplied, or leave it out of the targets"
@@ -249,8 +230,7 @@ class _TracedProgram:
 
 def _is_node(leaf: Any) -> bool:
     # `type`: a user's module may have a field named ``linear``.
-    is_foreign = isinstance(leaf, LinearWeight) and hasattr(type(leaf), "linear")
-    return is_weight(leaf) or is_foreign or isinstance(leaf, _KernelWeight)
+    return is_weight(leaf) or (isinstance(leaf, LinearWeight) and hasattr(type(leaf), "linear"))
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -380,12 +360,10 @@ def _while(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     body_consts, carry = body_operands[:num_body_consts], body_operands[num_body_consts:]
     if any(isinstance(value, _Weight) for value in carry):
         return None
-
-    def cond_fn(state: Any) -> Any:
-        return _evaluate_arrays(eqn, cond.jaxpr, [*cond_consts, *state])[0]
-
     return jax.lax.while_loop(
-        cond_fn, lambda state: list(_evaluate_arrays(eqn, body.jaxpr, [*body_consts, *state])), list(carry)
+        lambda state: _evaluate_arrays(eqn, cond.jaxpr, [*cond_consts, *state])[0],
+        lambda state: list(_evaluate_arrays(eqn, body.jaxpr, [*body_consts, *state])),
+        list(carry),
     )
 
 
@@ -409,9 +387,6 @@ _NESTED: dict[Kind, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
 }
 """Rules for operations that hold programs. Products with a custom derivative (`jax.custom_vjp`, `jax.custom_jvp`) are
 refused, because the node's product has another derivative."""
-
-
-# Uses of weights.
 
 
 def _record_use(eqn: Any, operands: Sequence[Any], index: int) -> Sequence[Any] | None:
@@ -501,7 +476,7 @@ def _transpose(eqn: Any, weight: _Weight) -> _Weight | None:
     last, axes = node.ndim - 1, tuple(range(node.ndim))
     if order == axes:
         return weight
-    if isinstance(node, _KernelWeight):
+    if _is_kernel(node):
         transposed = node.transposed(order)
         return None if transposed is None else weight._replace(node=transposed)
     return weight._replace(is_transposed=not weight.is_transposed) if order == (*axes[:-2], last, last - 1) else None
@@ -533,7 +508,6 @@ def _mark_varying(eqn: Any, weight: _Weight) -> _Weight:
 
 
 def _slice_layers(weight: _Weight, start: Any, size: int) -> _Weight:
-    """Slice the leading stack axis of a weight."""
     node = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, 0), weight.node)
     return weight._replace(node=node)
 
@@ -548,9 +522,13 @@ def _slice(eqn: Any, weight: _Weight) -> _Weight | None:
 
 def _dynamic_slice(eqn: Any, weight: _Weight, *starts: Any) -> Any:
     sizes = tuple(eqn.params["slice_sizes"])
-    if not _num_stacked(weight.node):
-        return _lookup_row(eqn, weight, starts[0])
-    return _slice_layers(weight, starts[0], sizes[0]) if sizes[1:] == weight.shape[1:] else None
+    if _num_stacked(weight.node):
+        return _slice_layers(weight, starts[0], sizes[0]) if sizes[1:] == weight.shape[1:] else None
+    if not _is_row_slice(eqn, weight.shape) or not _is_table(weight):
+        return None
+    # One row of a table, as ``table[i]`` looks it up.
+    run = lambda table: jax.lax.dynamic_slice_in_dim(table, starts[0], 1, 0)  # noqa: E731
+    return weight.node.through(run, over_rows=True, at=1, dtype=eqn.outvars[0].aval.dtype)
 
 
 def _squeeze_layer(eqn: Any, weight: _Weight) -> _Weight | None:
@@ -563,34 +541,31 @@ def _squeeze_layer(eqn: Any, weight: _Weight) -> _Weight | None:
 
 
 def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    left, right = operands
-    x: Any
-    (left_axes, right_axes), (stack_left, stack_right) = eqn.params["dimension_numbers"]
-    if isinstance(left, _Weight) and isinstance(right, _Weight):
+    index = int(isinstance(operands[1], _Weight))
+    weight, x = operands[index], operands[1 - index]
+    if isinstance(x, _Weight):
         return None
-    is_right = isinstance(right, _Weight)
-    weight, x = (right, left) if is_right else (left, right)
-    node = weight.node
-    weight_axes, x_axes = (right_axes, left_axes) if is_right else (left_axes, right_axes)
-    weight_stack, x_stack = (stack_right, stack_left) if is_right else (stack_left, stack_right)
-    num_stack = _num_stacked(node)
+    contracted, stacked = eqn.params["dimension_numbers"]
+    weight_axes, x_axes = contracted[index], contracted[1 - index]
+    weight_stack, x_stack = stacked[index], stacked[1 - index]
+    node, num_stack = weight.node, _num_stacked(weight.node)
     if weight_stack != tuple(range(len(weight_stack))) or len(weight_stack) > num_stack:
         return None
     # `weight_axes` counts axes of the weight as the program has it. For a transposed weight, the program's first group
     # is the node's second one, so `over_rows` is inverted below.
-    num_rows = node.num_rows if isinstance(node, _KernelWeight) else 1
+    num_rows = node.num_rows if _is_kernel(node) else 1
     is_first = sorted(weight_axes) == list(range(num_stack, num_stack + num_rows))
     if not is_first and sorted(weight_axes) != list(range(num_stack + num_rows, node.ndim)):
         return None
     over_rows = is_first != weight.is_transposed
     supports_rmatmul = hasattr(node, "__rmatmul__") and getattr(node, "is_plain", True)
-    if over_rows and not isinstance(node, _KernelWeight) and not supports_rmatmul:
+    if over_rows and not _is_kernel(node) and not supports_rmatmul:
         message = f"{weight.path}: the model multiplies by this weight as [in, out], at {_line_of(eqn)}"
         hint = "store it as [out, in], which DoRA, (IA)³, VeRA and dropout need, or use plain LoRA without dropout"
         raise StructureError(message, got=f"a {type(node).__name__}{list(node.shape)}", hint=hint)
     pairs = tuple((axis - num_stack, x_axis) for axis, x_axis in zip(weight_axes, x_axes, strict=True))
-    product = _Product(pairs, over_rows, is_right)
-    return [_multiply(eqn, weight, int(is_right), lambda node, x: product.apply(node, x, tuple(x_stack)), x)]
+    product = _Product(pairs, over_rows, bool(index))
+    return [_multiply(eqn, weight, index, lambda node, x: product.apply(node, x, tuple(x_stack)), x)]
 
 
 def _multiply(eqn: Any, weight: _Weight, index: int, run: Callable[[Any, Any], Any], x: Any) -> Any:
@@ -690,7 +665,7 @@ class _Product(NamedTuple):
             # A stack that is no batch axis: each matrix multiplies the same `x`, and the stack is a free axis of the
             # weight.
             return jax.vmap(lambda layer: self.apply(layer, x, ()), out_axes=out_axis)(node)
-        if isinstance(node, _KernelWeight):
+        if _is_kernel(node):
             run = lambda kernel: self._apply_dense(kernel, x, node.num_rows)  # noqa: E731
             return node.through(run, over_rows=self.over_rows, at=out_axis, dtype=x.dtype)
         x = jnp.moveaxis(x, self.pairs[0][1], -1)
@@ -715,7 +690,7 @@ def _convolution(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     x, weight = operands
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     is_grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
-    if isinstance(x, _Weight) or is_grouped or not isinstance(weight.node, _KernelWeight) or _num_stacked(weight.node):
+    if isinstance(x, _Weight) or is_grouped or not _is_kernel(weight.node) or _num_stacked(weight.node):
         return None
     node, channel = weight.node, numbers.rhs_spec[0]  # the free axis of the weight
     over_rows = channel == node.ndim - 1
@@ -749,16 +724,8 @@ def _lookup_rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     return [node.through(run, over_rows=True, at=row_axis + num_row_axes, dtype=out.dtype)]
 
 
-def _lookup_row(eqn: Any, weight: _Weight, start: Any) -> Any:
-    """Look up one row of a table, as ``table[i]`` does."""
-    if not _is_row_slice(eqn, weight.shape) or not _is_table(weight):
-        return None
-    run = lambda table: jax.lax.dynamic_slice_in_dim(table, start, 1, 0)  # noqa: E731
-    return weight.node.through(run, over_rows=True, at=1, dtype=eqn.outvars[0].aval.dtype)
-
-
 def _is_table(weight: _Weight) -> bool:
-    return isinstance(weight.node, _KernelWeight) and not _num_stacked(weight.node) and weight.node.num_rows == 1
+    return _is_kernel(weight.node) and not _num_stacked(weight.node) and weight.node.num_rows == 1
 
 
 def _is_row_slice(eqn: Any, shape: tuple[int, ...]) -> bool:

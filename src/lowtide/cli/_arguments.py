@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from rich.console import Console
 
@@ -22,20 +22,15 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def positive(text: str) -> int:
-    """Parse an argument that is a positive whole number."""
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return value
 
 
-@overload
-def model_path(name: str) -> str: ...
-@overload
-def model_path(name: None) -> None: ...
-def model_path(name: str | None) -> str | None:
+def model_path(name: str) -> str:
     """Return a path unchanged; for a name such as ``Qwen/Qwen3-8B``, return its newest snapshot in the local cache."""
-    if name is None or os.path.lexists(name) or _NAME.fullmatch(name) is None:
+    if os.path.lexists(name) or _NAME.fullmatch(name) is None:
         return name
     if importlib.util.find_spec("huggingface_hub") is not None:  # tokenizers depends on it but does not import it
         from huggingface_hub import try_to_load_from_cache
@@ -112,7 +107,7 @@ def check_not_empty(args: argparse.Namespace, *names: str) -> None:
 def check_model_arguments(args: argparse.Namespace) -> None:
     """Resolve the model's name to a path, and reject empty paths and adapters that are named twice."""
     check_not_empty(args, "model", "tokenizer", "adapter", "chat_template")
-    args.model = model_path(args.model)
+    args.model = args.model and model_path(args.model)
     if duplicates := {name for name in args.adapter if args.adapter.count(name) > 1}:
         raise ConfigError(f"--adapter {min(duplicates)} is given twice", hint="name each adapter once")
 
@@ -143,7 +138,6 @@ def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, 
 
 
 def end_tokens(args: argparse.Namespace, base: Any, tokenizer: Any) -> Any:
-    """Return the `EndTokens` of the model that the arguments name."""
     from ..finetune import load_end_tokens
 
     files = {"tokenizer_dir": args.tokenizer, "chat_template": args.chat_template}

@@ -11,7 +11,6 @@ from ._output import add_view_arguments, check_outputs, write_views
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "diff",
         help="compare two reports",
@@ -25,7 +24,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     from .. import memory
 
     console = Console(highlight=False)

@@ -13,7 +13,6 @@ _HEARTBEAT_SECONDS = 30
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to the parser."""
     group = parser.add_argument_group(
         "several devices", "Processes find each other under Slurm, Open MPI and on Cloud TPU; otherwise use the flags."
     )

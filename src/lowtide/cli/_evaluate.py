@@ -31,7 +31,6 @@ from ._output import check_outputs, errors, print_labelled, progress_bar, wide_c
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "evaluate",
         help="measure the loss of a model on text",
@@ -61,7 +60,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     check_model_arguments(args)
     check_outputs(args.json)
     check_not_empty(args, "data")

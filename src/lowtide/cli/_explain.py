@@ -13,7 +13,6 @@ from ._output import VIEWS, add_view_arguments, check_outputs, spinner, write_vi
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
         help="show where the bytes of a step go",
@@ -35,7 +34,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     from .. import memory
 
     console = Console(highlight=False)

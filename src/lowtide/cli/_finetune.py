@@ -35,7 +35,6 @@ _CLIP_TEXTS = {
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "finetune",
         help="tune a language model, with LoRA or in full",
@@ -65,7 +64,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     # Unless this variable is set, tokenizers disables its threads after a fork and prints a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if args.report_only:
@@ -168,7 +166,10 @@ def _finetune(
     if job.samples:
         samples = {"before": before if config.full else job.sample_before(), "after": job.sample(job.trainer.model)}
         samples = {title: sample for title, sample in samples.items() if sample is not None}
-        _print_samples(console, samples)
+        for title, (prompt, text) in samples.items():
+            console.rule(f"sample {title}", align="left")
+            console.print(Text(prompt, style="dim") + Text(text))
+        console.rule()
     with progress_bar(console) as progress:
         progress.add_task("writing the page", total=None, visible=config.report)
         page = job.write_report(table, samples, timeline=True)
@@ -190,7 +191,6 @@ def _finetune(
 
 
 def _next_command(job: Any) -> str:
-    """Return the command that generates with the tuned model."""
     config = job.config
     if config.full:
         parts = ["--model", str(job.out / "model")]
@@ -226,7 +226,6 @@ def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> 
 
 
 def _report_only(args: argparse.Namespace) -> int:
-    """Create the page of a run from its files."""
     from ..finetune import write_report
 
     if not args.out:
@@ -295,7 +294,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_data_report.describe(data.report, config),
         "answers end": _data_report.describe_ends(job.ends, job.tokenizer),
-        **_tuning_lines(config, table, experts=base.config.experts is not None and not _has_adapted_experts(job)),
+        **_tuning_lines(job, table),
         "attention": _attention(base, config),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
@@ -335,7 +334,6 @@ _ATTENTION = {
 
 
 def _attention(base: Any, config: Any) -> str:
-    """Return the name of the attention implementation that the run uses."""
     import jax.numpy as jnp
 
     from ..ops import AttentionMask, attention_implementation
@@ -360,23 +358,21 @@ def _pipeline_lines(stages: Any) -> dict[str, str]:
     return {"pipeline": f"{sizes}: {time_text} (a differentiated scan: {stages.scan_over_ideal:.2f})"}
 
 
-def _tuning_lines(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
+def _tuning_lines(job: Any, table: Any) -> dict[str, str]:
     """Return the lines of the plan that say what trains and what is on the host."""
+    from ..adapters import lora
+
+    config = job.config
     if config.full:
         lines = {"tuning": f"all parameters, layer by layer inside the backward pass, {_CLIP_TEXTS[config.clip_mode]}"}
     else:
-        size = format_bytes(table.trainable_bytes)
-        frozen = ", experts frozen" if experts else ""
-        lines = {"adapter": f"{config.adapter_text}, {size} trainable{frozen}"}
+        lines = {"adapter": f"{config.adapter_text}, {format_bytes(table.trainable_bytes)} trainable"}
+        has_experts = job.base.config.experts is not None
+        if has_experts and not any("/experts/" in match.path for match in lora.report(job.trainer.model).matched):
+            lines["adapter"] += ", experts frozen"
     if config.full and config.offload is None:
         return {**lines, "host": "layers, optimizer, activations"}
     return {**lines, "host": ", ".join(config.offload)} if config.offload else lines
-
-
-def _has_adapted_experts(job: Any) -> bool:
-    from ..adapters import lora
-
-    return any("/experts/" in match.path for match in lora.report(job.trainer.model).matched)
 
 
 def _final_rate(config: Any) -> str:
@@ -432,13 +428,6 @@ def _host_memory(base: Any, state: Any) -> str:
         f"at most {format_bytes(model.loading)} to load, in addition to the model; {format_bytes(copies.saving)} to "
         f"save a checkpoint and {format_bytes(copies.restoring)} to restore one, in addition to the state"
     )
-
-
-def _print_samples(console: Console, samples: Mapping[str, tuple[str, str]]) -> None:
-    for title, (prompt, text) in samples.items():
-        console.rule(f"sample {title}", align="left")
-        console.print(Text(prompt, style="dim") + Text(text))
-    console.rule()
 
 
 def _print_bytes(console: Console, config: Any, table: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -23,45 +22,12 @@ from ._arguments import positive
 from ._load import add_job_arguments, job_settings, load, parse_job, read_settings, user_code
 from ._output import check_outputs, print_error, spinner, write_text
 
-_RowT = TypeVar("_RowT")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """Result for one target."""
-
-    target: str
-    device_bytes: int | None = None
-    usable_bytes: int | None = None
-    host_bytes: int | None = None
-    host_usable_bytes: int | None = None
-    compile_seconds: float | None = None
-    error: str | None = None
-
-    @property
-    def margin_bytes(self) -> int | None:
-        """Usable bytes that remain; negative when the step does not fit."""
-        if self.device_bytes is None or self.usable_bytes is None:
-            return None
-        return self.usable_bytes - self.device_bytes
-
-    @property
-    def host_fits(self) -> bool | None:
-        """Whether the bytes on the host fit; None when the host's memory is unknown."""
-        if self.host_bytes is None or self.host_usable_bytes is None:
-            return None
-        return self.host_bytes <= self.host_usable_bytes
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the step fits device and host; None when that is unknown."""
-        if self.host_fits is False:
-            return False
-        return None if self.margin_bytes is None else self.margin_bytes >= 0
+_SIZES = ("device_bytes", "usable_bytes", "host_bytes", "host_usable_bytes")
+_FIELDS = ("target", *_SIZES, "compile_seconds", "error", "margin_bytes", "host_fits", "fits")
+"""Values of a row of the JSON file, in order; None where a value is unknown."""
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "fits",
         help="show which targets a step fits, or how large it may get",
@@ -81,7 +47,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     console = Console(highlight=False)
     settings = job_settings(args, parse_job(args.job)[1])
     check_outputs(args.json)
@@ -94,21 +59,18 @@ def run(args: argparse.Namespace) -> int:
             flag = flag.replace("_", "-")
             raise ConfigError(f"--{flag} needs --largest", hint="name the parameter to enlarge with --largest KEY")
     rows, are_mistakes = _measure_targets(
-        names,
-        f"compiling {args.job} for",
-        lambda name: _measure(args, settings, name, budget),
-        lambda name, error: Row(target=name, error=error),
+        names, f"compiling {args.job} for", lambda name: _measure(args, settings, name, budget)
     )
-    if any(row.error is None for row in rows):
+    measured = [row for row in rows if "error" not in row]
+    if measured:
         console.print(_table(rows, budget))
-        if any(row.fits is None and row.error is None for row in rows):
+        if any(row["fits"] is None for row in measured):
             console.print(Text("note: a capacity is unknown; set a limit with --budget", style="dim"))
-    derived = ("margin_bytes", "host_fits", "fits")
-    _write_rows(console, args.json, [{**vars(row), **{name: getattr(row, name) for name in derived}} for row in rows])
-    return 2 if are_mistakes else int(any(row.fits is False or row.error for row in rows))
+    _write_rows(console, args.json, [dict.fromkeys(_FIELDS) | row for row in rows])
+    return 2 if are_mistakes else int(len(measured) < len(rows) or any(row["fits"] is False for row in measured))
 
 
-def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, budget: int | None) -> Row:
+def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, budget: int | None) -> dict[str, Any]:
     from .. import memory
 
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
@@ -117,41 +79,50 @@ def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, b
         _run_child([*arguments, "--json", report_file, "--seconds", seconds_file])
         report = memory.MemoryReport.from_json(report_file)
         seconds = float(Path(seconds_file).read_text())
-    return Row(
-        target=name,
-        device_bytes=report.device_bytes,
-        usable_bytes=report.target.budget_bytes if budget is None else budget,
-        host_bytes=report.host_bytes,
-        host_usable_bytes=report.target.host_bytes,
-        compile_seconds=seconds,
-    )
+    usable_bytes = report.target.budget_bytes if budget is None else budget
+    margin_bytes = None if usable_bytes is None else usable_bytes - report.device_bytes
+    device_fits = None if margin_bytes is None else margin_bytes >= 0
+    host_usable_bytes = report.target.host_bytes
+    host_fits = None if host_usable_bytes is None else report.host_bytes <= host_usable_bytes
+    return {
+        "target": name,
+        "device_bytes": report.device_bytes,
+        "usable_bytes": usable_bytes,
+        "host_bytes": report.host_bytes,
+        "host_usable_bytes": host_usable_bytes,
+        "compile_seconds": seconds,
+        "margin_bytes": margin_bytes,
+        "host_fits": host_fits,
+        "fits": False if host_fits is False else device_fits,
+    }
 
 
-def _table(rows: Sequence[Row], budget: int | None) -> Table:
+def _table(rows: Sequence[dict[str, Any]], budget: int | None) -> Table:
     table = Table(title="Compiled bytes on one device", title_justify="left", box=None, pad_edge=False)
-    has_host = any(row.host_bytes for row in rows)
+    has_host = any(row.get("host_bytes") for row in rows)
     host_columns = ("host", "host usable") if has_host else ()
     for name in ("target", "device", "usable" if budget is None else "budget", "fits", "margin", *host_columns):
         table.add_column(name, justify="left" if name in ("target", "fits") else "right", no_wrap=True)
     table.add_column("compile time")
     for row in rows:
-        if row.error is not None:
+        if "error" in row:
             empty = [""] * (3 if has_host else 1)
-            table.add_row(Text(row.target), "", "", Text("failed", style="red"), *empty, Text(row.error))
+            table.add_row(Text(row["target"]), "", "", Text("failed", style="red"), *empty, Text(row["error"]))
             continue
-        seconds = "" if row.compile_seconds is None else f"{row.compile_seconds:.1f} s"
-        sizes = [_size(row.device_bytes), _size(row.usable_bytes)]
-        host_cells = [_size(row.host_bytes), _size(row.host_usable_bytes)] if has_host else []
-        table.add_row(Text(row.target), *sizes, _verdict(row), _margin(row.margin_bytes), *host_cells, seconds)
+        device, usable, host, host_usable = (_size(row[name]) for name in _SIZES)
+        host_cells = [host, host_usable] if has_host else []
+        seconds = f"{row['compile_seconds']:.1f} s"
+        margin = _margin(row["margin_bytes"])
+        table.add_row(Text(row["target"]), device, usable, _verdict(row), margin, *host_cells, seconds)
     return table
 
 
-def _verdict(row: Row) -> Text:
-    if row.fits is None:
+def _verdict(row: dict[str, Any]) -> Text:
+    if row["fits"] is None:
         return Text("unknown", style="dim")
-    if row.fits:
+    if row["fits"]:
         return Text("yes", style="green")
-    return Text("no" if row.host_fits is not False else "not on the host", style="bold red")
+    return Text("no" if row["host_fits"] is not False else "not on the host", style="bold red")
 
 
 def _size(num_bytes: int | None) -> str:
@@ -170,30 +141,24 @@ def _run_largest(
     console: Console, args: argparse.Namespace, settings: Mapping[str, Any], names: Sequence[str], budget: int | None
 ) -> int:
     """Run ``fits --largest`` and return the exit status; several targets run in separate processes."""
-    sizes = _read_sizes(args.sizes)
+    sizes = None
+    if args.sizes is not None:
+        parts = [part.strip() for part in args.sizes.split(",")]
+        if not all(part.isascii() and part.isdigit() for part in parts):
+            problem = f"--sizes needs whole numbers, not {args.sizes!r}"
+            raise ConfigError(problem, hint="use, for instance, --sizes 2,4,8")
+        sizes = tuple(map(int, parts))
     if len(names) == 1:
         result = _extrapolate(args, settings, names[0], sizes, budget)
         result.print(console)
         _write_rows(console, args.json, [result.to_dict()])
         return 0
     rows, are_mistakes = _measure_targets(
-        names,
-        f"finding the largest {args.largest} of {args.job} on",
-        lambda name: _in_child(args, settings, name),
-        lambda name, error: {"target": name, "error": error},
+        names, f"finding the largest {args.largest} of {args.job} on", lambda name: _in_child(args, settings, name)
     )
     console.print(_largest_table(args.largest, rows))
     _write_rows(console, args.json, rows)
     return 2 if are_mistakes else int(any("error" in row for row in rows))
-
-
-def _read_sizes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise ConfigError(f"--sizes needs whole numbers, not {text!r}", hint="use, for instance, --sizes 2,4,8")
-    return tuple(map(int, parts))
 
 
 def _extrapolate(
@@ -269,13 +234,6 @@ class _ChildError(Exception):
         super().__init__(text)
         self.text, self.status = text, status
 
-    @property
-    def line(self) -> str:
-        """The error as one line."""
-        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
-        coded = [line for line in lines if line.startswith("[LT")]
-        return (coded or lines[-1:] or [f"exit status {self.status}"])[0]
-
 
 def _run_child(arguments: Sequence[str]) -> None:
     """Run ``lowtide`` in a subprocess and capture its output; raise `_ChildError` when it fails."""
@@ -313,11 +271,11 @@ def _job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder
 
 
 def _measure_targets(
-    names: Sequence[str], action: str, measure: Callable[[str], _RowT], make_failed_row: Callable[[str, str], _RowT]
-) -> tuple[list[_RowT], bool]:
+    names: Sequence[str], action: str, measure: Callable[[str], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], bool]:
     """Measure targets one after the other; return rows, and whether a mistake in the arguments made every one fail."""
-    # `action` begins a sentence that ends with a target's name. `make_failed_row` takes a target's name and its error.
-    rows: list[_RowT] = []
+    # `action` begins a sentence that ends with a target's name. A row of a target that failed has only its error.
+    rows: list[dict[str, Any]] = []
     failures: list[_ChildError] = []
     for number, name in enumerate(names, start=1):
         with spinner(f"{action} {name} ({number} of {len(names)})"):
@@ -325,7 +283,10 @@ def _measure_targets(
                 rows.append(measure(name))
             except _ChildError as error:
                 failures.append(error)
-                rows.append(make_failed_row(name, error.line))
+                lines = [line.strip() for line in error.text.splitlines() if line.strip()]
+                coded = [line for line in lines if line.startswith("[LT")]
+                line = (coded or lines[-1:] or [f"exit status {error.status}"])[0]
+                rows.append({"target": name, "error": line})
     # Targets often fail with the same error; print each distinct error once.
     for text in dict.fromkeys(failure.text for failure in failures):
         print_error(text)

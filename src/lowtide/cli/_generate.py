@@ -33,7 +33,6 @@ _MAX_PROMPTS_BYTES = 1024**3
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "generate",
         help="continue prompts with a model",
@@ -83,7 +82,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     check_model_arguments(args)
     check_not_empty(args, "stop")
     if args.chat and (args.output or args.num_samples > 1 or len(args.adapter) > 1):
@@ -106,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
             return 0
         ids = _encode_prompts(args, base, tokenizer, prompts_by_label)
         _print_plan(console, args, base, ids)
-        _warn_of_plain_text(console, args, prompts)
+        if not any("messages" in prompt for prompt in prompts) and chat_template(args) is not None:
+            text = "the model continues the prompt without its chat template"  # and often answers nothing
+            hint = 'for an answer, use --chat, or "messages" in a .jsonl file'
+            print_labelled(console, "warning", f"{text}; {hint}")
         _answer_all(console, args, base, tokenizer, sampling, prompts, ids, file)
     return 0
 
@@ -144,7 +145,7 @@ def _answer_all(
     if file is None and num_answers == 1:
         for _, model in _adapted_models(base, args.adapter):
             answer = partial(stream, model)
-            _stream(args, answer, tokenizer, sampling, ids[0], ends, console, _context(prompts[0], ids[0]))
+            _stream(args, answer, tokenizer, sampling, ids[0], ends, _context(prompts[0], ids[0]))
         return
     options: dict[str, Any] = {"key": key, "sampling": sampling, "end_tokens": ends}
     options |= {"num_samples": args.num_samples, "batch_size": args.batch_size}
@@ -211,7 +212,6 @@ def _stream(
     sampling: Any,
     ids: list[int],
     ends: Sequence[int],
-    console: Console,
     context: list[int],
 ) -> str:
     """Print one answer while it is generated, and return it."""
@@ -242,7 +242,7 @@ def _stream(
     sys.stdout.flush()
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f"{len(generated_ids) / seconds:,.0f} tokens/s, compilation included"
-    console.print(f"{len(generated_ids)} tokens in {seconds:.1f} s ({rate})", style="dim", markup=False)
+    errors().print(f"{len(generated_ids)} tokens in {seconds:.1f} s ({rate})", style="dim", markup=False)
     return full_text
 
 
@@ -257,7 +257,7 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
         messages.append({"role": "user", "content": text})
         (ids,) = _messages_to_ids(args, tokenizer, {"the conversation": messages})
         check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
-        answer = _stream(args, conversation.stream, tokenizer, sampling, ids, ends, errors(), [])
+        answer = _stream(args, conversation.stream, tokenizer, sampling, ids, ends, [])
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -334,13 +334,6 @@ def _print_plan(console: Console, args: argparse.Namespace, base: Any, ids: list
     if longest > base.config.max_position_embeddings:
         limit = f"the model's {base.config.max_position_embeddings:,} positions"
         print_labelled(console, "warning", f"prompt and answer may have {longest:,} tokens, more than {limit}")
-
-
-def _warn_of_plain_text(console: Console, args: argparse.Namespace, prompts: list[dict[str, Any]]) -> None:
-    """Warn if plain text is passed to a chat model, which often answers it with nothing."""
-    if not any("messages" in prompt for prompt in prompts) and chat_template(args) is not None:
-        hint = 'for an answer, use --chat, or "messages" in a .jsonl file'
-        print_labelled(console, "warning", f"the model continues the prompt without its chat template; {hint}")
 
 
 def _read_prompts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:

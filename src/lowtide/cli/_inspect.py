@@ -17,7 +17,6 @@ from ._output import print_labelled
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "inspect",
         help="show the contents of a model, an adapter, a run or data",
@@ -42,7 +41,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     if not args.path:
         raise ConfigError("the path is empty", hint="name a folder or a file; . is the current folder")
     from ..finetune import inspect, is_data
@@ -52,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
         names = ("tokenizer", "chat_template", "seq_len")
         settings = {name: value for name in names if (value := getattr(args, name)) is not None}
-        columns = None if args.columns is None else tuple(args.columns.split(","))
-        model = model_path(args.model)
+        columns = None if args.columns is None else tuple(word.strip() for word in args.columns.split(","))
+        model = args.model and model_path(args.model)
         inspection = inspect_data(FinetuneConfig(data=args.path, model=model, columns=columns, **settings))
     else:
         names = ("model", "tokenizer", "chat_template", "columns", "seq_len")
@@ -81,9 +79,9 @@ def _print_inspection(console: Console, inspection: Any) -> None:
             table.add_row(Text(f"  {title}", style="dim"), Text(str(key)), Text(_text(name, entry)))
     console.print(table)
     for problem in inspection.problems:
-        print_labelled(console, "cannot be handled ", problem, "bold red")
+        print_labelled(console, "cannot be handled", problem, "bold red")
     for note in inspection.notes:
-        print_labelled(console, "note ", note)
+        print_labelled(console, "note", note)
     for part in inspection.parts:
         _print_inspection(console, part)
 

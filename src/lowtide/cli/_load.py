@@ -115,7 +115,12 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
         sys.path[:0] = [folder for folder in (str(path.parent), str(Path.cwd())) if folder not in sys.path]
         # Code at module level may parse arguments; it must not see those of this command.
         sys.argv[:] = [str(path)]
-        module = _import_file(path, module_name)
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"{path}: not a Python file", hint="give a file ending in .py")
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        with user_code(path):
+            spec.loader.exec_module(module)
         if not hasattr(module, name):
             functions = [
                 key
@@ -131,17 +136,6 @@ def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({
     finally:
         sys.path[:], sys.argv[:] = saved_paths
         sys.modules.pop(module_name, None)
-
-
-def _import_file(path: Path, module_name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: not a Python file", hint="give a file ending in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    with user_code(path):
-        spec.loader.exec_module(module)
-    return module
 
 
 @contextlib.contextmanager
@@ -199,15 +193,10 @@ def read_settings(
             values[key] = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError):
             values[key] = text
-    _check_settings(values, maker, name, variable)
-    return values
-
-
-def _check_settings(values: dict[str, Any], maker: Callable[..., Any], name: str, variable: str | None) -> None:
     try:
         parameters = inspect.signature(maker).parameters
     except (TypeError, ValueError):
-        return
+        return values
     kinds = inspect.Parameter
     keywords = [key for key, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     settable = [key for key in keywords if key != "target"]
@@ -222,3 +211,4 @@ def _check_settings(values: dict[str, Any], maker: Callable[..., Any], name: str
     missing = [k for k in settable if parameters[k].default is kinds.empty and k not in values and k != variable]
     if missing:
         raise ConfigError(f"{name} needs a value for {', '.join(missing)}", hint=f"for instance --set {missing[0]}=8")
+    return values

@@ -68,18 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe. Point stdout at the null device, or Python's flush at exit raises the same error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (OSError, ValueError) as error:
-        if (problem := _path_problem(error)) is None:
+    except (OSError, ValueError) as error:  # the operating system may reject a path
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            print_error(f"{shortened(error.filename)}: {error.strerror}")
+        elif str(error) == "embedded null byte":
+            print_error("a path contains a NUL character")
+        else:
             raise
-        print_error(problem)
         return 2
-
-
-def _path_problem(error: OSError | ValueError) -> str | None:
-    """Describe a path that the operating system rejects; return None for other errors."""
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{shortened(error.filename)}: {error.strerror}"
-    return "a path contains a NUL character" if str(error) == "embedded null byte" else None
 
 
 def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:

@@ -13,7 +13,6 @@ from ._arguments import DTYPES, check_not_empty, model_path
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "merge",
         help="merge adapters into their model, and write the model",
@@ -39,11 +38,10 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     console = Console(highlight=False)
     check_not_empty(args, "model", "tokenizer", "adapter", "out", "chat_template")
     max_shard_bytes = parse_bytes(args.max_shard_size)
-    args.model = model_path(args.model)
+    args.model = args.model and model_path(args.model)
     with console.status("merging"):
         from ..core import tree_bytes
         from ..finetune import write_merged

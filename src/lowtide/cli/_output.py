@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import re
 import time
@@ -40,7 +41,6 @@ def print_labelled(console: Console, label: str, text: str, style: str = "bold y
 
 
 def print_error(text: str) -> None:
-    """Print an error message."""
     print_labelled(errors(), "error", text, "bold red")
 
 
@@ -58,12 +58,12 @@ def wide_console(width: int) -> Console:
     return console if console.is_terminal else Console(highlight=False, width=width)
 
 
+@dataclasses.dataclass
 class Clock:
     """The seconds that a block took, and a function that updates the displayed text."""
 
-    def __init__(self, set_text: Callable[[str], None]) -> None:
-        self.seconds = 0.0
-        self.set_text = set_text
+    set_text: Callable[[str], None]
+    seconds: float = 0.0
 
 
 @contextlib.contextmanager

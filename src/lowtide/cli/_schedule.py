@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ _PICTURES = {".png": "to_png", ".svg": "to_svg", ".json": "to_trace"}
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "schedule",
         help="simulate and draw a pipeline schedule",
@@ -64,7 +62,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     from ..pipeline import scan_makespan, simulate
 
     suffix = None if args.draw is None else Path(args.draw).suffix
@@ -153,25 +150,17 @@ def _table(simulations: dict[str, Any], scan: float) -> Table:
     table.add_column("ranks")
     for name in ("time", "time / ideal", "bubble", "steady bubble", "utilization", "peak by rank"):
         table.add_column(name, justify="right")
-
-    def format_peaks(peaks: Sequence[float]) -> str:
-        texts = [f"{peak:g}" for peak in peaks]
-        return ", ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} each"
-
-    for mode, simulation in simulations.items():
-        table.add_row(
-            mode,
-            f"{simulation.makespan:g}",
-            f"{simulation.makespan / max(simulation.busy):.2f}",
-            f"{simulation.bubble:g}",
-            f"{simulation.steady_bubble:g}",
-            f"{100 * simulation.utilization:.1f} %",
-            format_peaks(simulation.peaks),
-        )
+    results = simulations.items()
+    rows = {mode: (r.makespan, r.busy, r.bubble, r.steady_bubble, r.utilization, r.peaks) for mode, r in results}
     # A differentiated scan has no simulation. Its bubble is its time minus the work of the busiest rank, also in a row
     # of batches: each batch's loop ends before the next one starts.
-    simulation = simulations["in lockstep"]
-    bubble, share = scan - max(simulation.busy), sum(simulation.busy) / (len(simulation.busy) * scan)
-    figures = (f"{scan:g}", f"{scan / max(simulation.busy):.2f}", f"{bubble:g}", f"{bubble:g}", f"{100 * share:.1f} %")
-    table.add_row("differentiated scan", *figures, format_peaks(_scan_peaks(simulation)), style="dim")
+    lockstep = simulations["in lockstep"]
+    scan_bubble, share = scan - max(lockstep.busy), sum(lockstep.busy) / (len(lockstep.busy) * scan)
+    rows["differentiated scan"] = (scan, lockstep.busy, scan_bubble, scan_bubble, share, _scan_peaks(lockstep))
+    for mode, (time, busy, bubble, steady_bubble, utilization, peaks) in rows.items():
+        figures = (f"{time:g}", f"{time / max(busy):.2f}", f"{bubble:g}", f"{steady_bubble:g}")
+        texts = [f"{peak:g}" for peak in peaks]
+        peak_text = ", ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} each"
+        style = None if mode in simulations else "dim"
+        table.add_row(mode, *figures, f"{100 * utilization:.1f} %", peak_text, style=style)
     return table

@@ -28,7 +28,6 @@ _WIDTH = 160
 
 
 def register(commands: Any) -> None:
-    """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "targets",
         help="list the hardware that Lowtide compiles for",
@@ -41,7 +40,6 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit status."""
     from ..targets import catalogue_targets, targets
 
     catalogue = targets() if args.here else catalogue_targets()
@@ -59,7 +57,11 @@ def run(args: argparse.Namespace) -> int:
     if is_wide:
         table.add_column("host machine", no_wrap=True)
     for target in catalogue:
-        marks = _marks(target, origins)
+        marks: dict[str, int] = {}
+        """Number of the source of each figure."""
+        for source in target.sources:
+            field, _, origin = source.partition(": ")
+            marks[field] = origins.setdefault(origin, len(origins) + 1)
         cells = [_figure(field, getattr(target, field), marks) for field in columns.values()]
         machine = [target.machine or ""] if is_wide else []
         table.add_row(Text(target.name), str(target.num_devices), *cells, *machine)
@@ -70,15 +72,6 @@ def run(args: argparse.Namespace) -> int:
     for origin, number in origins.items():
         console.print(Text(f"{number:>3}  {origin}", style="dim"), soft_wrap=True)
     return 0
-
-
-def _marks(target: Any, origins: dict[str, int]) -> dict[str, int]:
-    """Return the number of the source of each figure of a target; new sources are added to `origins`."""
-    marks: dict[str, int] = {}
-    for source in target.sources:
-        field, _, origin = source.partition(": ")
-        marks[field] = origins.setdefault(origin, len(origins) + 1)
-    return marks
 
 
 def _figure(field: str, value: int | None, marks: dict[str, int]) -> Text:

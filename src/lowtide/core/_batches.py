@@ -232,10 +232,8 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
 def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_microbatches: int) -> Any:
     """Return the weight of each microbatch; `fractions` turns weights into shares of the loss.
 
-    Args:
-        weight: a function of a microbatch that returns a scalar, or None for equal weights.
-        batches: leaves of shape [num_microbatches, part, ...].
-        num_microbatches: the number of microbatches.
+    `weight` is a function of a microbatch that returns a scalar, or None for equal weights. The leaves of `batches`
+    have the shape [num_microbatches, part, ...].
 
     Returns:
         Numbers of shape [num_microbatches], in float32, or float64 with `jax_enable_x64`.

@@ -171,10 +171,7 @@ def _without_derivative() -> Any:
     primitive.def_impl(lambda x, subject: x)
     primitive.def_abstract_eval(lambda x, subject: x)
     ad.primitive_jvps[primitive] = differentiated
-    batching.primitive_batchers[primitive] = lambda values, axes, subject: (
-        no_derivative(values[0], subject),
-        axes[0],
-    )
+    batching.primitive_batchers[primitive] = lambda values, axes, subject: (no_derivative(values[0], subject), axes[0])
     # The parameter cannot be called `description`: `mlir.lower_per_platform` has an argument of that name.
     mlir.register_lowering(primitive, lambda ctx, x, subject: [x])
     return primitive

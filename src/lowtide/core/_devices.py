@@ -166,9 +166,7 @@ def _local_gpu() -> Any | None:
 def _check_gpu(device: Any) -> None:
     # A new thread has none of the caller's traces, meshes and settings.
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        offloaded, reference = (
-            executor.submit(_gradients, device, is_offloaded).result() for is_offloaded in (True, False)
-        )
+        offloaded, reference = executor.map(functools.partial(_gradients, device), (True, False))
     if not np.allclose(offloaded, reference, rtol=1e-3, atol=1e-5):
         raise PlacementError(
             f"with JAX {jax.__version__} this GPU gives wrong gradients when a loop reads values from host memory",

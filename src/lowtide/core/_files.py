@@ -76,15 +76,17 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
         hint = "check the file's name, and the permissions of the file and its folder"
         raise ModelFileError(f"{shortened(path)}: cannot be read", got=shortened(error), hint=hint) from error
     # Links are resolved on both sides, so that a folder that is itself reached through a link passes.
-    if not (
-        home.is_relative_to(_PACKAGE_FOLDER)
-        or any(real.is_relative_to(allowed) for allowed in (home, *_blob_folders(home)))
-    ):
+    # A Hugging Face cache keeps the content of a snapshot's files in another folder.
+    blobs = [(parent.parent / "blobs").resolve() for parent in home.parents if parent.name == "snapshots"][:1]
+    is_inside = any(real.is_relative_to(allowed) for allowed in (home, *blobs))
+    if not (is_inside or home.is_relative_to(_PACKAGE_FOLDER)):
         hint = "if you trust it, copy the file itself there (cp -L), or give the folder that it leads to"
         raise ModelFileError(f"{path}: the link leads out of the folder, to {real}", hint=hint)
     if not stat.S_ISREG(mode):
+        kinds = {"d": "a folder", "p": "a pipe", "c": "a device", "b": "a device", "s": "a socket"}
+        kind = kinds.get(stat.filemode(mode)[0], "something else")
         hint = "write the content to a file; a pipe or a device has no end"
-        raise ModelFileError(f"{path}: not a regular file but {_file_kind(mode)}", hint=hint)
+        raise ModelFileError(f"{path}: not a regular file but {kind}", hint=hint)
     return path
 
 
@@ -185,16 +187,12 @@ def shortened(value: Any, most: int = 200) -> str:
 
 
 def gguf_file(path: str | Path) -> Path | None:
-    """Return the GGUF file that a model's path refers to, or None for a Hugging Face directory.
+    """Return the GGUF file that a model's path refers to, or None for a Hugging Face directory; opens no file.
 
-    Args:
-        path: the file itself, or a folder that has one and neither `config.json` nor safetensors.
+    The path is that of the file itself, or of a folder that has one and neither `config.json` nor safetensors.
 
     Raises:
         ModelFileError: when the file is missing or not a regular file, and for a folder with several GGUF files.
-
-    Memory:
-        None; the file is not opened.
     """
     path = Path(path)
     if not path.is_dir():
@@ -276,24 +274,6 @@ def _entry_name(raw: Any, location: tuple[int | str, ...]) -> str:
                 continue
         parts.append(shortened(part, 80))
     return ".".join(parts) or "the file"
-
-
-def _file_kind(mode: int) -> str:
-    """Name the kind of a path that is not a regular file."""
-    kinds = {
-        stat.S_ISDIR: "a folder",
-        stat.S_ISFIFO: "a pipe",
-        stat.S_ISCHR: "a device",
-        stat.S_ISBLK: "a device",
-        stat.S_ISSOCK: "a socket",
-    }
-    return next((name for test, name in kinds.items() if test(mode)), "something else")
-
-
-def _blob_folders(home: Path) -> list[Path]:
-    """Return the folder in which a Hugging Face cache keeps the content of a snapshot's files."""
-    snapshots = [parent for parent in home.parents if parent.name == "snapshots"]
-    return [(snapshots[0].parent / "blobs").resolve()] if snapshots else []
 
 
 def _check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -148,13 +148,7 @@ class LayerStack:
     def shapes(self, outer: Tree, layer: Tree, batch: Tree) -> StackShapes:
         """Trace the three functions and check that they fit together, so that errors name the function at fault.
 
-        Args:
-            outer: arrays or shapes of the parameters outside the stack.
-            layer: arrays or shapes of one layer, without the leading axis.
-            batch: arrays or shapes of one batch.
-
-        Returns:
-            Shapes of the results; nothing is computed.
+        Arguments are arrays or shapes; `layer` is one layer, without the leading axis. Nothing is computed.
 
         Raises:
             StructureError: when `block` returns another structure, shape or dtype than its input, or `last` does not
@@ -199,21 +193,15 @@ def _explain_mismatch(block: Block, h: Tree, layers: Tree, batch: Tree) -> Gener
     try:
         yield
     except TypeError as error:
-        if (mismatch := _find_mismatch(block, h, layers, batch)) is not None:
+        try:
+            layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+            # `batch` is closed over: it may hold leaves that are not arrays, which `eval_shape` refuses as arguments.
+            _check_block(*jax.eval_shape(lambda layer, h: (h, block(layer, h, batch)), layer, h))
+        except StructureError as mismatch:
             raise mismatch from error
+        except Exception:
+            pass  # the original error is raised
         raise
-
-
-def _find_mismatch(block: Block, h: Tree, layers: Tree, batch: Tree) -> StructureError | None:
-    try:
-        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-        # `batch` is closed over: it may hold leaves that are not arrays, which `eval_shape` refuses as arguments.
-        _check_block(*jax.eval_shape(lambda layer, h: (h, block(layer, h, batch)), layer, h))
-    except StructureError as error:
-        return error
-    except Exception:  # the caller raises the original error
-        return None
-    return None
 
 
 def _check_block(h: Tree, after: Tree) -> None:
@@ -245,7 +233,6 @@ class _Unquoted(str):
 
 
 def _format_types(tree: Any) -> str:
-    """Format the shapes and dtypes of a tree."""
     return str(jax.tree.map(lambda leaf: _Unquoted(f"{leaf.dtype}{list(leaf.shape)}"), tree))
 
 
@@ -593,6 +580,5 @@ def _floating(tree: Tree) -> Tree:
 
 
 def _instantiate_zeros(tree: Tree) -> Tree:
-    """Replace symbolic zero gradients by arrays."""
     full: Any = jax.lax.full_like
     return jax.tree.map(lambda leaf: full(leaf.aval, 0) if isinstance(leaf, SymbolicZero) else leaf, tree)

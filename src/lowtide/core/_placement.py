@@ -152,10 +152,7 @@ def is_staged(sharding: jax.sharding.Sharding) -> bool:
 
 
 def _fill_part(
-    read: Reader,
-    index: tuple[slice, ...],
-    dtype: Any,
-    shardings: Sequence[jax.sharding.Sharding | None],
+    read: Reader, index: tuple[slice, ...], dtype: Any, shardings: Sequence[jax.sharding.Sharding | None]
 ) -> list[jax.Array]:
     """Make a part of an array on each of several shardings."""
     shape = tuple(axis.stop - axis.start for axis in index)
@@ -224,20 +221,16 @@ def traced_mesh() -> Any:
 def num_shards_along(axis: str) -> int:
     """Return the number of shards of traced arrays along an axis of `traced_mesh` that the compiler partitions.
 
-    Args:
-        axis: name of the mesh axis. The result is 1 if the mesh lacks it, and inside of a `jax.shard_map` over it,
-            where arrays are local to one device.
+    It is 1 if the mesh lacks the axis, and inside of a `jax.shard_map` over it, where arrays are local to one device.
     """
     mesh = traced_mesh()
     return 1 if mesh is None or axis in getattr(mesh, "manual_axes", ()) else mesh.shape.get(axis, 1)
 
 
 def num_token_shards(length: int, arrays: Tree) -> int:
-    """Return the number of shards of the token axis; 1 if the tokens cannot be split evenly.
+    """Return the number of shards of the token axis; 1 if the `length` tokens of a row cannot be split evenly.
 
-    Args:
-        length: tokens of a row.
-        arrays: the arrays of the computation. If one of them is on a mesh with explicit axes, the result is 1.
+    If one of the arrays of the computation is on a mesh with explicit axes, the result is 1, too.
     """
     size = num_shards_along(CONTEXT)
     return 1 if size == 1 or length % size or explicit_mesh(arrays) is not None else size
@@ -260,17 +253,13 @@ def map_token_shards(
         jax.shard_map(
             fn,
             mesh=traced_mesh(),
-            in_specs=(jax.P(), _token_spec(axis)),
-            out_specs=_token_spec(out_axis),
+            in_specs=(jax.P(), jax.P(*[None] * axis, CONTEXT)),
+            out_specs=jax.P(*[None] * out_axis, CONTEXT),
             axis_names={CONTEXT},
             check_vma=False,
         )
     )
     return mapped(whole, tokens)
-
-
-def _token_spec(axis: int) -> jax.P:
-    return jax.P(*[None] * axis, CONTEXT)
 
 
 def explicit_mesh(tree: Any) -> Any:

@@ -57,9 +57,6 @@ def select(tree: Tree, selector: Selector) -> list[bool]:
             ``(path, leaf) -> bool``. A leaf is selected when any pattern matches it and no glob with a leading ``!``
             does.
 
-    Returns:
-        One boolean per leaf.
-
     Raises:
         SelectionError: when a pattern, or an alternative in its braces, matches no leaf, or nothing is selected.
 
@@ -103,9 +100,8 @@ def match_names(names: Sequence[str], selector: Pattern | Sequence[Pattern]) -> 
         problem = f"the selection {shown(selector)} has no pattern without a leading '!'"
         raise SelectionError(problem, hint='give at least one glob; "**" selects every leaf')
     hits = {pattern: _match_pattern(pattern, names) for pattern in patterns}
-    selected = (
-        set[str]().union(*(hits[pattern] for pattern in includes)).difference(*(hits[pattern] for pattern in excludes))
-    )
+    selected = set[str]().union(*(hits[pattern] for pattern in includes))
+    selected.difference_update(*(hits[pattern] for pattern in excludes))
     if not selected:
         hint = "narrow the patterns that start with '!'"
         raise SelectionError("the exclusions leave nothing selected", got=shown(selector), hint=hint)
@@ -258,10 +254,7 @@ def partition(tree: Tree, selector: Selector) -> tuple[Tree, Tree]:
 
 
 def combine(*trees: Tree) -> Tree:
-    """Combine the halves of `partition`, or any trees with disjoint leaves.
-
-    Args:
-        *trees: trees of the same structure, with `None` where a tree lacks a leaf.
+    """Combine the halves of `partition`, or any trees of one structure, with `None` where a tree lacks a leaf.
 
     Raises:
         StructureError: when the structures differ, or two trees hold a leaf at the same path.

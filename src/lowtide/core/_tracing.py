@@ -75,9 +75,7 @@ def closure_convert(fn: Callable[..., Tree], *args: Tree) -> ConvertedClosure:
     valid when the rules run. `jax.closure_convert` also keeps closed-over values alive for the lifetime of the process
     (jax 0.10.2 to 0.12.0).
 
-    Args:
-        fn: a function of trees of arrays, which returns a tree of arrays.
-        args: its arguments, or trees of their shapes and dtypes.
+    `args` are the arguments of `fn`, or trees of their shapes and dtypes.
 
     Memory:
         The result references the concrete arrays that `fn` closes over, and the tracers.

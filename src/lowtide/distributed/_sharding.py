@@ -204,20 +204,24 @@ class ShardingRules:
     def _rule_spec(self, path: str, shape: Sequence[int]) -> jax.P | None:
         """Return the spec of the first rule that matches, or None."""
         for pattern, spec in self.rules.items():
-            if re.fullmatch(pattern, path):
-                self._check_divisible(path, tuple(shape), pattern, spec)
-                return spec
+            if not re.fullmatch(pattern, path):
+                continue
+            for dim, entry in enumerate(spec):
+                size = math.prod(self.mesh.shape[name] for name in _axis_names((entry,)))
+                if dim >= len(shape) or shape[dim] % size:
+                    expected = f"a multiple of {size} at axis {dim}" if size > 1 else f"at least {dim + 1} axes"
+                    problem = f"{path}: the rule {pattern!r}, {spec}, cannot shard the shape {list(shape)}"
+                    raise StructureError(problem, expected=expected, hint="change the rule, or the sizes of the mesh")
+            return spec
         return None
 
     def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
         """Return the sharding of an array or shape; one on the mesh that no rule matches keeps its own."""
-        current = getattr(leaf, "sharding", None)
-        if isinstance(current, jax.sharding.NamedSharding) and current.mesh == self.mesh:
-            if self._rule_spec(path, leaf.shape) is None:
-                return current
+        if self._is_on_mesh(leaf) and self._rule_spec(path, leaf.shape) is None:
+            return leaf.sharding
         itemsize = 4 if is_key(leaf) else leaf.dtype.itemsize
         sharding = jax.sharding.NamedSharding(self.mesh, self.spec(path, leaf.shape, itemsize))
-        memory_kind = getattr(current, "memory_kind", None)
+        memory_kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
         return sharding if memory_kind is None else sharding.with_memory_kind(memory_kind)
 
     def place(self, tree: Tree) -> Tree:
@@ -251,13 +255,11 @@ class ShardingRules:
 
     def settle(self, tree: Tree) -> Tree:
         """Replicate leaves that are not on the mesh yet, such as counters that belong to no parameter."""
+        return jax.tree.map(lambda leaf: leaf if self._is_on_mesh(leaf) else put(leaf, self.replicated()), tree)
 
-        def replicate_leaf(leaf: Any) -> Any:
-            current = getattr(leaf, "sharding", None)
-            is_on_mesh = isinstance(current, jax.sharding.NamedSharding) and current.mesh == self.mesh
-            return leaf if is_on_mesh else put(leaf, self.replicated())
-
-        return jax.tree.map(replicate_leaf, tree)
+    def _is_on_mesh(self, leaf: Any) -> bool:
+        sharding = getattr(leaf, "sharding", None)
+        return isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == self.mesh
 
     def replicated(self) -> jax.sharding.NamedSharding:
         """Return the sharding of arrays that every device holds as a whole."""
@@ -323,9 +325,8 @@ class ShardingRules:
 
         def put_leaf(path: str, leaf: Any) -> Any:
             shape, sharding = self._global_shape(path, leaf, num_microbatches)
-            is_numpy = not isinstance(leaf, jax.Array)
             refuse_objects({path: leaf})
-            if is_numpy and jax.default_backend() == "cpu":
+            if not isinstance(leaf, jax.Array) and jax.default_backend() == "cpu":
                 leaf = np.array(leaf)  # jax shares the buffer on a CPU, and a loader may refill it during the step
             if self._is_local(leaf) and jax.process_count() > 1 and shape:
                 return jax.make_array_from_process_local_data(sharding, canonical(leaf), shape)
@@ -428,14 +429,6 @@ class ShardingRules:
             hint = 'pad the rows, or exclude a leaf that has no tokens: ShardingRules(context_leaves="tokens|labels")'
             raise DataError(problem, expected=expected, got=got, hint=hint)
         return [CONTEXT]
-
-    def _check_divisible(self, path: str, shape: tuple[int, ...], pattern: str, spec: jax.P) -> None:
-        for dim, entry in enumerate(spec):
-            size = math.prod(self.mesh.shape[name] for name in _axis_names((entry,)))
-            if dim >= len(shape) or shape[dim] % size:
-                expected = f"a multiple of {size} at axis {dim}" if size > 1 else f"at least {dim + 1} axes"
-                problem = f"{path}: the rule {pattern!r}, {spec}, cannot shard the shape {list(shape)}"
-                raise StructureError(problem, expected=expected, hint="change the rule, or the sizes of the mesh")
 
 
 def abstract(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:

@@ -18,7 +18,6 @@ class Placeholder:
         self.ndim, self.size = len(array.shape), array.size
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise StateError for any use."""
         raise StateError(f"{self.path}: a trainer has borrowed this array", hint=_READ_FIRST)
 
     __array__ = __getitem__ = __setitem__ = __iter__ = __float__ = __int__ = __bool__ = __len__ = refuse

@@ -83,7 +83,8 @@ class Bridge:
             kind = repr(model)[:80] if isinstance(model, type) else f"a {type(model).__name__} of Flax NNX"
             hint = "use lowtide.ext.nnx.Bridge for modules of NNX; call a class to get a module"
             raise ConfigError(f"the model must be an eqx.Module, not {kind}", hint=hint)
-        if state is None and any(map(_is_state_index, jax.tree.leaves(model, is_leaf=_is_state_index))):
+        is_index = lambda node: isinstance(node, eqx.nn.StateIndex)  # noqa: E731
+        if state is None and any(map(is_index, jax.tree.leaves(model, is_leaf=is_index))):
             hint = "pass Bridge(model, state), with model, state = eqx.nn.make_with_state(Model)(...)"
             raise ConfigError("the module has state, but no state is given", hint=hint)
         self._has_state = state is not None
@@ -93,20 +94,17 @@ class Bridge:
         self._static: dict[str, Any] = {name: leaf for name, leaf in leaves.items() if name not in self._arrays}
         self._impls = {name: jax.random.key_impl(leaves[name]) for name in self._arrays if is_key(leaves[name])}
         self._names = list(leaves)
-        state_names = set(_leaves_by_name(None, state))
-        self._state_names = state_names & set(self._arrays)
-        trainable = self._select_names(model, wrt)
+        self._state_names = _leaves_by_name(None, state).keys() & self._arrays.keys()
+        if is_pattern(wrt) or (isinstance(wrt, Sequence) and all(is_pattern(pattern) for pattern in wrt)):
+            candidates = {name: leaf for name, leaf in self._arrays.items() if name not in self._state_names}
+            trainable = {name for name, leaf in partition(candidates, wrt)[0].items() if leaf is not None}
+        else:
+            trainable = set(_leaves_by_name(eqx.filter(model, wrt), None)) & set(self._arrays)
         self.wrt = among(trainable)
         """Selects the trainable leaves: the arrays of the filter."""
         self.mutable = among(self._state_names) if self._state_names else None
         """Selects the leaves that a call may change: the arrays of the state."""
         check_trainable(trainable, "array", self._arrays, "eqx.is_inexact_array")
-
-    def _select_names(self, model: Any, wrt: Any) -> set[str]:
-        if is_pattern(wrt) or (isinstance(wrt, Sequence) and all(is_pattern(pattern) for pattern in wrt)):
-            arrays = {name: leaf for name, leaf in self._arrays.items() if name not in self._state_names}
-            return {name for name, leaf in partition(arrays, wrt)[0].items() if leaf is not None}
-        return set(_leaves_by_name(eqx.filter(model, wrt), None)) & set(self._arrays)
 
     @property
     def model(self) -> Any:
@@ -158,7 +156,13 @@ class Bridge:
             if isinstance(result, tuple) and result and isinstance(result[-1], eqx.nn.State):
                 # A state in last place is new state in `predict`, too; there it may be left out.
                 *values, new_state = result
-                return values[0] if len(values) == 1 else tuple(values), arrays | self._state_arrays(new_state)
+                leaves = _leaves_by_name(None, new_state)
+                new = {name: key_numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
+                if set(new) != self._state_names:
+                    got = f"{len(new)} arrays in place of {len(self._state_names)}"
+                    hint = "update a part of the state with state.update(substate)"
+                    raise StructureError("the loss function returns a state of another structure", got=got, hint=hint)
+                return values[0] if len(values) == 1 else tuple(values), arrays | new
             if training:
                 got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
                 hint = "return (loss, state) or (loss, metrics, state), with the state that the layers returned"
@@ -166,16 +170,6 @@ class Bridge:
             return result, arrays
 
         return run
-
-    def _state_arrays(self, state: eqx.nn.State) -> dict[str, Any]:
-        arrays = {
-            name: key_numbers(leaf) for name, leaf in _leaves_by_name(None, state).items() if name not in self._static
-        }
-        if set(arrays) != self._state_names:
-            got = f"{len(arrays)} arrays in place of {len(self._state_names)}"
-            hint = "update a part of the state with state.update(substate)"
-            raise StructureError("the loss function returns a state of another structure", got=got, hint=hint)
-        return arrays
 
     def _combine(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
         values: dict[str, Any] = {**arrays, **self._static}
@@ -198,7 +192,3 @@ def _leaves_by_name(model: Any, state: Any) -> dict[str, Any]:
         hint = "use keys of one type in each dictionary, and no field with the name State"
         raise StructureError("two leaves of the module have the same path", got=got, hint=hint)
     return leaves
-
-
-def _is_state_index(node: Any) -> bool:
-    return isinstance(node, eqx.nn.StateIndex)

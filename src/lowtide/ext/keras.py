@@ -64,7 +64,9 @@ class Bridge:
         """The model."""
         if not model.built or not model.trainable_variables:
             hint = "call model.build(input_shape), or the model on a batch; set layer.trainable = True"
-            raise SelectionError("the model has no trainable variables", got=_describe_untrainable(model), hint=hint)
+            got = "only frozen variables" if model.built and model.variables else "a model without variables"
+            got = got if model.built else "a model that is not built"
+            raise SelectionError("the model has no trainable variables", got=got, hint=hint)
         overwritten = [
             variable.path
             for variable in model.trainable_variables
@@ -75,22 +77,21 @@ class Bridge:
             got = f"{', '.join(overwritten[:4])} of {len(overwritten)}"
             hint = "train under the policy mixed_bfloat16 and quantize afterwards; or freeze these layers"
             raise ConfigError(problem, got=got, hint=hint)
-        if any(layer.dtype_policy.compute_dtype == "float16" for layer in _layers(model)):
+        layers = _layers(model)
+        if any(layer.dtype_policy.compute_dtype == "float16" for layer in layers):
             warnings.warn(
                 "the model computes in float16 without loss scaling, so small gradients become zero\n"
                 "hint: use the policy mixed_bfloat16, which needs no scaling",
                 UserWarning,
                 stacklevel=2,
             )
-        self._variables = _name_variables(_variables(model), _layers(model))
+        self._variables = _name_variables(_variables(model), layers)
         self._borrowed = set[str]()
         trainable_ids = {id(variable) for variable in model.trainable_variables}
         self._trainable = {name for name, variable in self._variables.items() if id(variable) in trainable_ids}
         # Weights of frozen layers: no call changes them, unlike variables that never train.
-        weight_ids = {id(variable) for layer in _layers(model) for variable in layer._trainable_variables}
-        self._frozen = {
-            name for name, variable in self._variables.items() if id(variable) in weight_ids - trainable_ids
-        }
+        frozen_ids = {id(variable) for layer in layers for variable in layer._trainable_variables} - trainable_ids
+        self._frozen = {name for name, variable in self._variables.items() if id(variable) in frozen_ids}
 
     def wrt(self, path: str, leaf: Any) -> bool:
         """Return whether a leaf is in `model.trainable_variables`."""
@@ -134,7 +135,31 @@ class Bridge:
             "add sum(model.losses) if that does not, and call model.compile(loss=...) first if it calls Keras' own, "
             "which is 0 without a compiled loss",
         )
-        return _compiled_loss(loss, metrics, class_weight)
+        fn = _resolve_loss(loss)
+        hint = 'pass for instance bridge.loss(loss, {"accuracy": "accuracy"})'
+        check_type("metrics", metrics or {}, Mapping, "a dictionary of names and metrics", hint=hint)
+        means = {name: _resolve_metric(name, metric) for name, metric in (metrics or {}).items()}
+        if class_weight is not None:
+            example_weights(np.zeros(0, np.int32), class_weight)  # raises now rather than in the first step
+
+        # Ranks, masks and reductions are those of `keras.losses.Loss` and `keras.metrics.MeanMetricWrapper`.
+        def loss_fn(model: Any, batch: Any, training: bool) -> tuple[Any, dict[str, Any]]:
+            x, y, sample_weight = _split_batch(batch)
+            outputs = model(x, training=training)
+            if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
+                raise ConfigError(
+                    "the bridge's loss needs one array of labels and one of outputs",
+                    got=f"{type(y).__name__} and {type(outputs).__name__}",
+                    hint="write loss_fn(model, batch, training), which adds up the losses of the outputs and "
+                    "sum(model.losses)",
+                )
+            if class_weight is not None and training:
+                sample_weight = example_weights(_class_labels(y, outputs), class_weight, sample_weight)
+            value: Any = fn(y, outputs, sample_weight=sample_weight)
+            value += sum(model.losses)
+            return value, {name: _mean(metric, y, outputs) for name, metric in means.items()}
+
+        return loss_fn
 
     def constrained(self, trainable: Tree) -> Tree:
         """Apply the variables' constraints to trainable leaves after an update, as Keras' own optimizers do."""
@@ -165,7 +190,23 @@ class Bridge:
         Raises:
             StructureError: when variables were added, removed, frozen or unfrozen since the bridge was made.
         """
-        self._check_unchanged()
+        current = {id(variable): variable for variable in _variables(self.model)}
+        trainable_ids = {id(variable) for variable in self.model.trainable_variables}
+        names_by_id = {id(variable): name for name, variable in self._variables.items()}
+        changes = {
+            "frozen": [
+                name
+                for key, name in names_by_id.items()
+                if key in current and name in self._trainable and key not in trainable_ids
+            ],
+            "unfrozen": [
+                name for key, name in names_by_id.items() if key in trainable_ids and name not in self._trainable
+            ],
+            "added": [variable.path for key, variable in current.items() if key not in names_by_id],
+            "removed": [name for key, name in names_by_id.items() if key not in current],
+        }
+        hint = "make a new Bridge and a new Trainer after layer.trainable = ... or enable_lora"
+        refuse_changes(changes, "the model has changed since its bridge was made", hint)
         return {name: variable._value for name, variable in self._variables.items()}
 
     def lend(self, arrays: Tree) -> None:
@@ -189,31 +230,10 @@ class Bridge:
         check_placeholders(values, borrowed)
 
     def _check_not_overridden(self, methods: Sequence[str], alternative: str) -> None:
-        """Raise if the model overrides one of Keras' methods."""
         overridden = [name for name in methods if not _is_of_keras(getattr(self.model, name, None))]
         if overridden:
             problem = f"{type(self.model).__name__} overrides {' and '.join(overridden)}, which would not be called"
             raise ConfigError(problem, hint=f"write {alternative}")
-
-    def _check_unchanged(self) -> None:
-        """Raise if layers were frozen, unfrozen, added or removed since the bridge was made."""
-        current = {id(variable): variable for variable in _variables(self.model)}
-        trainable_ids = {id(variable) for variable in self.model.trainable_variables}
-        names_by_id = {id(variable): name for name, variable in self._variables.items()}
-        changes = {
-            "frozen": [
-                name
-                for key, name in names_by_id.items()
-                if key in current and name in self._trainable and key not in trainable_ids
-            ],
-            "unfrozen": [
-                name for key, name in names_by_id.items() if key in trainable_ids and name not in self._trainable
-            ],
-            "added": [variable.path for key, variable in current.items() if key not in names_by_id],
-            "removed": [name for key, name in names_by_id.items() if key not in current],
-        }
-        hint = "make a new Bridge and a new Trainer after layer.trainable = ... or enable_lora"
-        refuse_changes(changes, "the model has changed since its bridge was made", hint)
 
     @contextlib.contextmanager
     def autocast(self, dtype: str) -> Generator[None]:
@@ -263,26 +283,14 @@ def _variables(model: Any) -> list[Any]:
     listed = (*model.trainable_variables, *model.non_trainable_variables)
     listed_ids = metric_ids | {id(variable) for variable in listed}
     attributes = [
-        variable
+        item
         for layer in _layers(model)
         for value in vars(layer).values()
-        for variable in _variables_in(value)
-        if not variable.trainable
+        for item in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(item, keras.Variable) and not item.trainable
     ]
     unlisted = {id(variable): variable for variable in attributes if id(variable) not in listed_ids}
     return [*(variable for variable in listed if id(variable) not in metric_ids), *unlisted.values()]
-
-
-def _variables_in(value: Any) -> list[Any]:
-    """Return the variables in an attribute of a layer: the value itself, or items of a list or tuple."""
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return [item for item in values if isinstance(item, keras.Variable)]
-
-
-def _describe_untrainable(model: Any) -> str:
-    if not model.built:
-        return "a model that is not built"
-    return "only frozen variables" if model.variables else "a model without variables"
 
 
 def _is_of_keras(method: Any) -> bool:
@@ -328,31 +336,6 @@ def _snake_case(name: str) -> str:
     """Return Keras' automatic layer name for a class: ``LSTMCell`` becomes ``lstm_cell``."""
     name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
-
-
-def _compiled_loss(loss: Any, metrics: Any, class_weight: Mapping[int, float] | None) -> Callable[..., Any]:
-    """Return the loss function of `Bridge.loss`.
-
-    Ranks, masks and reductions are those of `keras.losses.Loss` and `keras.metrics.MeanMetricWrapper`.
-    """
-    fn = _resolve_loss(loss)
-    hint = 'pass for instance bridge.loss(loss, {"accuracy": "accuracy"})'
-    check_type("metrics", metrics or {}, Mapping, "a dictionary of names and metrics", hint=hint)
-    means = {name: _resolve_metric(name, metric) for name, metric in (metrics or {}).items()}
-    if class_weight is not None:
-        example_weights(np.zeros(0, np.int32), class_weight)  # raises now rather than in the first step
-
-    def loss_fn(model: Any, batch: Any, training: bool) -> tuple[Any, dict[str, Any]]:
-        x, y, sample_weight = _split_batch(batch)
-        outputs = model(x, training=training)
-        _check_single_output(y, outputs)
-        if class_weight is not None and training:
-            sample_weight = example_weights(_class_labels(y, outputs), class_weight, sample_weight)
-        value: Any = fn(y, outputs, sample_weight=sample_weight)
-        value += sum(model.losses)
-        return value, {name: _mean(metric, y, outputs) for name, metric in means.items()}
-
-    return loss_fn
 
 
 class _Loss(keras.losses.Loss):
@@ -401,16 +384,13 @@ def _resolve_metric(name: str, metric: Any) -> Any:
         resolved: Any = _select_by_shape("metrics", kind) if is_by_shape else keras.metrics.get(metric)
     except (ValueError, TypeError):
         resolved = None
-    is_stateful = isinstance(resolved, keras.metrics.Metric) and not isinstance(
-        resolved, keras.metrics.MeanMetricWrapper
-    )
+    is_metric = isinstance(resolved, keras.metrics.Metric)
+    is_stateful = is_metric and not isinstance(resolved, keras.metrics.MeanMetricWrapper)
     if is_stateful or not callable(resolved):
         kind = "a mean over examples" if is_stateful else "a Keras metric, its name or a function of labels and outputs"
         hint = "compute it from trainer.predict, for instance in a callback"
         raise ConfigError(f"metric {name!r} must be {kind}, not {shown(metric)}", hint=hint)
-    return (
-        resolved if isinstance(resolved, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(resolved, name=name)
-    )
+    return resolved if is_metric else keras.metrics.MeanMetricWrapper(resolved, name=name)
 
 
 def _mean(metric: Any, y: Any, outputs: Any) -> Any:
@@ -440,13 +420,6 @@ def _split_batch(batch: Any) -> tuple[Any, Any, Any]:
         raise DataError(problem, hint=hint)
     x, y, sample_weight = (*batch, None)[:3]
     return x, y, sample_weight
-
-
-def _check_single_output(y: Any, outputs: Any) -> None:
-    if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
-        got = f"{type(y).__name__} and {type(outputs).__name__}"
-        hint = "write loss_fn(model, batch, training), which adds up the losses of the outputs and sum(model.losses)"
-        raise ConfigError("the bridge's loss needs one array of labels and one of outputs", got=got, hint=hint)
 
 
 def _class_labels(y: Any, outputs: Any) -> Any:

@@ -72,10 +72,14 @@ class Bridge:
         wrt_names = set(_leaves_by_name(dict(nnx.to_flat_state(nnx.state(model, wrt)))))
         for name, place in _places(model).items():
             value = place.get()
-            if isinstance(value, np.ndarray) or (name in wrt_names and _is_number(value)):  # not trainable as they are
+            is_number = isinstance(value, float | complex | np.generic)
+            is_trainable = name in wrt_names and is_number and jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+            if isinstance(value, np.ndarray) or is_trainable:  # not trainable as they are
                 place.put(jnp.array(np.asarray(value)))
         places = _places(model)
-        _check_unshared(places)
+        for names in shared_leaves({name: place.get() for name, place in places.items()}):
+            hint = "share an nnx.Variable(array), which NNX knows as shared; or copy with jnp.array(array, copy=True)"
+            raise StructureError(f"{names[0]} and {names[1]} are the same array", hint=hint)
         self._place_names = places.keys()
         self._graphdef, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))
@@ -146,8 +150,14 @@ class Bridge:
             new_arrays = {name: key_numbers(leaves[name]) for name in self._names}
             # An untouched variable still holds the identical tracer. This check alone is not enough, since `nnx.remat`
             # replaces tracers without a write: `writes` has to show that something was assigned.
-            if writes:
-                _warn_of_writes([name for name in self._trainable if new_arrays[name] is not arrays[name]])
+            written = [name for name in self._trainable if writes and new_arrays[name] is not arrays[name]]
+            if written:
+                warnings.warn(
+                    f"a call writes into trainable parameters: {', '.join(sorted(written)[:4])}; the written value "
+                    "applies only to that call, and the update starts from the value before it\n"
+                    "hint: ignore this for weight normalisation, which computes the weights again in each call",
+                    stacklevel=1,
+                )
             return result, new_arrays
 
         return run
@@ -245,9 +255,8 @@ def _inner_places(place: _Place) -> list[_Place]:
 def _is_tree(node: Any) -> bool:
     """Return whether a node is a variable that holds a tree, such as a dictionary or a tuple of arrays."""
     raw = _raw(node)
-    if raw is node or isinstance(raw, nnx.Pytree):
-        return False
-    return bool(jax.tree.leaves(raw)) and not jax.tree_util.all_leaves([raw])
+    is_variable = raw is not node and not isinstance(raw, nnx.Pytree)
+    return is_variable and bool(jax.tree.leaves(raw)) and not jax.tree_util.all_leaves([raw])
 
 
 def _without_arrays(variable: Any) -> Any:
@@ -327,12 +336,6 @@ def _is_same(first: Any, second: Any) -> bool:
         return True
 
 
-def _check_unshared(places: dict[str, _Place]) -> None:
-    for names in shared_leaves({name: place.get() for name, place in places.items()}):
-        hint = "share an nnx.Variable(array), which NNX knows as shared; or copy with jnp.array(array, copy=True)"
-        raise StructureError(f"{names[0]} and {names[1]} are the same array", hint=hint)
-
-
 def _raw(node: Any) -> Any:
     return node.get_raw_value() if isinstance(node, nnx.Variable) else node
 
@@ -372,20 +375,5 @@ def _record_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
     return writes
 
 
-def _warn_of_writes(names: Collection[str]) -> None:
-    if names:
-        warnings.warn(
-            f"a call writes into trainable parameters: {', '.join(sorted(names)[:4])}; the written value applies only "
-            "to that call, and the update starts from the value before it\n"
-            "hint: ignore this for weight normalisation, which computes the weights again in each call",
-            stacklevel=2,
-        )
-
-
 def _path_name(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a Python or NumPy number that can train."""
-    return isinstance(value, float | complex | np.generic) and jnp.issubdtype(jnp.result_type(value), jnp.inexact)

@@ -30,9 +30,9 @@ from .data._encode import check_ids as check_ids
 from .data._encode import decode_after as decode_after
 from .data._encode import encode as encode
 from .data._formats import is_data as is_data
-from .data._load import TextData as TextData
 from .data._load import is_read_as_records as is_read_as_records
 from .data._load import named_documents as named_documents
 from .data._load import notes_on as notes_on
 from .data._load import read_documents as read_documents
 from .data._load import text_data as text_data
+from .data._pack import TextData as TextData

@@ -188,10 +188,7 @@ def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
 
 
 def read_auxiliary_files(base: Path, chat_template: str | Path | None = None) -> dict[str, bytes]:
-    """Read the files of a base that are copied to every model made from it, by name.
-
-    The file `chat_template`, if given, replaces the base's `chat_template.jinja`.
-    """
+    """Read the files of a base that are copied to every model made from it, by name."""
     files = {name: read_file(base, name) for name in _COPIED_FILES if os.path.lexists(base / name)}
     if chat_template is not None:
         files["chat_template.jinja"] = read_file(Path(chat_template).parent, Path(chat_template).name)
@@ -208,22 +205,17 @@ def write_model(
 
 
 def _copy_config_keys(base: Path, out: Path, config: models.DecoderConfig) -> None:
-    """Copy further keys of the base's config.json, such as token ids, into the config.json in `out`.
-
-    If the merged file describes a different model than `config`, nothing is copied. A GGUF base has no further keys.
-    """
+    """Copy further keys of the base's config.json, such as token ids, into the config.json in `out`."""
     name = "config.json"
-    if models.gguf_file(base) is not None:
+    if models.gguf_file(base) is not None:  # has no further keys
         return
     saved, original = (parse_json(read_file(folder, name), str(folder / name)) for folder in (out, base))
     text = original.get("text_config")
-    extra = {
-        key: value for key, value in (text if isinstance(text, dict) else original).items() if key not in _SKIPPED_KEYS
-    }
+    keys = text if isinstance(text, dict) else original
+    extra = {key: value for key, value in keys.items() if key not in _SKIPPED_KEYS}
     write_files(out, {name: (json.dumps({**extra, **saved}, indent=2) + "\n").encode()})
     # A copied key may change what the written keys mean. So load the merged file, and compare the configurations.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             is_same = models.load_config(out) == config
         except ModelFileError:
@@ -355,7 +347,7 @@ def write_merged(
     chat_template: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> models.Decoder:
-    """Merge adapters into their base, and write the directory of a whole model.
+    """Merge adapters into their base, write the directory of a whole model, and return the merged model.
 
     Args:
         directory: the base in Hugging Face's layout, or a GGUF file; None: the embedded model.
@@ -366,9 +358,6 @@ def write_merged(
         max_shard_bytes: the most bytes in one file.
         chat_template: a file to write as `chat_template.jinja`; None: the base's template, if it has one.
         tokenizer: the folder of the base's tokenizer; None: the base's directory. A GGUF file needs one.
-
-    Returns:
-        The merged model.
 
     Raises:
         OutputError: when the folder is not empty or cannot be written.
@@ -418,8 +407,7 @@ def _refuse_full_folder(out: Path) -> None:
     except OSError as error:
         raise OutputError(f"{out}: cannot be read", got=str(error), hint="choose another folder") from error
     if not is_free:
-        hint = "choose another --out; nothing in it was changed"
-        raise OutputError(f"{out}: the folder is not empty", hint=hint)
+        raise OutputError(f"{out}: the folder is not empty", hint="choose another --out; nothing in it was changed")
 
 
 def _adapter_settings(adapter: Path) -> dict[str, Any]:

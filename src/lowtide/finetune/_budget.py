@@ -49,9 +49,6 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
         config: the settings. From the model only `config.json` is read; the files of `adapter`, if set, are read.
         target: device to compile for; None for the hardware at hand.
 
-    Returns:
-        The memory that it needs on one device.
-
     Raises:
         ModelFileError: when `config.json` cannot be read.
         SelectionError: when a target matches nothing.
@@ -139,7 +136,6 @@ def _cache_key(config: FinetuneConfig) -> tuple[Any, ...]:
 
 
 def _argument_bytes(config: FinetuneConfig) -> dict[str, int]:
-    """Count the device bytes of the step's arguments, by the parts of `Needs`."""
     plan = JobPlan.from_shapes(config)
     if config.full:
         trees = zip(_FULL_PART_NAMES.values(), plan.tx.init(plan.base.outer, plan.base.layers), strict=False)
@@ -177,11 +173,14 @@ def _advice(
 
     def try_change(change: Mapping[str, Any]) -> int | None:
         on_try(_flags(change))
-        return _changed_bytes(config, change)
+        try:
+            return needs(dataclasses.replace(config, **change)).device_bytes
+        except (LowtideError, NotImplementedError, jax.errors.JaxRuntimeError):  # the settings contradict each other
+            return None
 
-    sizes: dict[str, int] = {}
-    for change in _optimizer_changes(config):  # counted, not compiled, since only the optimizer state moves
-        sizes[_flags(change)] = memory.device_bytes - memory.by_part.get("optimizer", 0)
+    # Counted, not compiled, since only the optimizer state moves.
+    num_bytes = memory.device_bytes - memory.by_part.get("optimizer", 0)
+    sizes = {_flags(change): num_bytes for change in _optimizer_changes(config)}
     lower_bounds: dict[str, float] = {}
     for change in _single_changes(config):
         if counter.bytes(change) > budget:
@@ -241,7 +240,6 @@ def _optimizer_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
 
 
 def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
-    """Yield changes of one remedy each."""
     if not config.full and config.quantize is None:
         yield {"quantize": "nf4"}
     if not config.full and config.quantize_embeddings is None:
@@ -293,14 +291,6 @@ def _reduction(config: FinetuneConfig, field: str, value: int) -> dict[str, Any]
     if field != "batch_size" or config.num_microbatches == 1:
         return {field: value}
     return {field: value, "num_microbatches": math.gcd(value, config.num_microbatches)}
-
-
-def _changed_bytes(config: FinetuneConfig, change: Mapping[str, Any]) -> int | None:
-    """Return the device bytes of a run with changed settings; None if they contradict each other."""
-    try:
-        return needs(dataclasses.replace(config, **change)).device_bytes
-    except (LowtideError, NotImplementedError, jax.errors.JaxRuntimeError):
-        return None
 
 
 def _flags(change: Mapping[str, Any]) -> str:

@@ -244,14 +244,7 @@ class FinetuneConfig:
 
 
 def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
-    """Build a configuration from plain values.
-
-    Args:
-        values: field names and values, as in TOML.
-        where: source of the values, for messages.
-
-    Returns:
-        The configuration.
+    """Build a configuration from field names and plain values, as in TOML; `where` is their source, for messages.
 
     Raises:
         ConfigError: for an unknown field (with near misses), a value of the wrong type or out of range.
@@ -273,13 +266,7 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Read a TOML file as plain values.
-
-    Args:
-        path: the file.
-
-    Returns:
-        Keys and values, unchecked (see `config_from_dict`).
+    """Read a TOML file as plain values, which are not checked (see `config_from_dict`).
 
     Raises:
         ConfigError: when the file is missing or not TOML.
@@ -308,12 +295,10 @@ def config_to_toml(config: FinetuneConfig) -> str:
     return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in omitted})
 
 
-def with_steps(config: FinetuneConfig, num_sequences: int | None) -> FinetuneConfig:
-    """Convert `num_epochs` to `num_steps`; data of unknown length (`num_sequences` is None) raises ConfigError."""
+def with_steps(config: FinetuneConfig, num_sequences: int) -> FinetuneConfig:
+    """Convert `num_epochs` to `num_steps`, for epochs of `num_sequences` sequences."""
     if config.num_epochs is None:
         return config
-    if num_sequences is None:
-        raise ConfigError("num_epochs: the length of the data is unknown", hint="use --steps instead of --num-epochs")
     num_steps = max(1, math.ceil(config.num_epochs * num_sequences / config.batch_size))
     return dataclasses.replace(config, num_epochs=None, num_steps=num_steps)
 
@@ -328,9 +313,6 @@ def with_seq_len(config: FinetuneConfig, context: int, longest: int | None = Non
     max_len = min(_MOST_TOKENS, context) if config.model is not None else _EMBEDDED_TOKENS
     needed_len = max_len if longest is None else max(1, math.ceil(longest / _ROUND_TOKENS)) * _ROUND_TOKENS
     return dataclasses.replace(config, seq_len=min(max_len, needed_len))
-
-
-# --- checks ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -424,63 +406,37 @@ def _refuse_contradictions(config: FinetuneConfig, changed: set[str]) -> None:
 def _refuse_training_settings(config: FinetuneConfig, changed: set[str]) -> None:
     """Refuse combinations of `full`, `offload`, `remat` and the other settings of a training step."""
     is_streamed = "parameters" in (config.offload or ())
+    if config.early_stopping_patience is None and "early_stopping_threshold" in changed:
+        problem = "early_stopping_threshold has no effect without early_stopping_patience"
+        raise ConfigError(problem, hint="set early_stopping_patience, too; 3 is usual")
+    if config.full and config.param_dtype == "float16":
+        hint = 'leave param_dtype out; to compute in half precision, set compute_dtype = "float16"'
+        raise ConfigError("param_dtype: full trains the parameters, which cannot be float16", hint=hint)
+    for name in ("clip_mode", "save_dtype"):
+        if not config.full and name in changed:
+            hint = f"leave {name} out, or tune with --full"
+            raise ConfigError(f"{name} applies only to full-parameter tuning", hint=hint)
+    for name in ("quantize", "quantize_embeddings"):
+        if is_streamed and getattr(config, name) in FOUR_BITS:
+            problem = f"{name} contradicts offload of parameters: JAX runs no program on 4-bit arrays in host memory"
+            hint = "leave parameters out of offload, or use int8; 4 bits take a quarter of bfloat16's bytes"
+            raise ConfigError(problem, hint=hint)
+    if not config.remat and config.tile_tokens is not None:
+        problem = "tile_tokens applies to blocks that the backward pass recomputes, and remat = false recomputes none"
+        raise ConfigError(problem, hint="leave tile_tokens out, or remat = false")
+    for is_conflict, name, reason in (
+        (not config.remat, "remat = false", "remat = false, which recomputes nothing"),
+        (config.full, "full", "full, whose layers are updated one by one, each from its own input"),
+        (is_streamed, "parameters", "offload of parameters, which streams layers, each from its own input"),
+    ):
+        if config.layers_per_remat > 1 and is_conflict:
+            hint = f"leave out one of them: layers_per_remat, or {name}"
+            raise ConfigError(f"layers_per_remat contradicts {reason}", hint=hint)
     remat_users = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
-    refusals = (
-        (
-            config.early_stopping_patience is None and "early_stopping_threshold" in changed,
-            "early_stopping_threshold has no effect without early_stopping_patience",
-            "set early_stopping_patience, too; 3 is usual",
-        ),
-        (
-            config.full and config.param_dtype == "float16",
-            "param_dtype: full trains the parameters, which cannot be float16",
-            'leave param_dtype out; to compute in half precision, set compute_dtype = "float16"',
-        ),
-        *(
-            (
-                not config.full and name in changed,
-                f"{name} applies only to full-parameter tuning",
-                f"leave {name} out, or tune with --full",
-            )
-            for name in ("clip_mode", "save_dtype")
-        ),
-        *(
-            (
-                is_streamed and getattr(config, name) in FOUR_BITS,
-                f"{name} contradicts offload of parameters: JAX runs no program on 4-bit arrays in host memory",
-                "leave parameters out of offload, or use int8; 4 bits take a quarter of bfloat16's bytes",
-            )
-            for name in ("quantize", "quantize_embeddings")
-        ),
-        (
-            not config.remat and config.tile_tokens is not None,
-            "tile_tokens applies to blocks that the backward pass recomputes, and remat = false recomputes none",
-            "leave tile_tokens out, or remat = false",
-        ),
-        *(
-            (
-                config.layers_per_remat > 1 and is_conflict,
-                f"layers_per_remat contradicts {reason}",
-                f"leave out one of them: layers_per_remat, or {name}",
-            )
-            for is_conflict, name, reason in (
-                (not config.remat, "remat = false", "remat = false, which recomputes nothing"),
-                (config.full, "full", "full, whose layers are updated one by one, each from its own input"),
-                (is_streamed, "parameters", "offload of parameters, which streams layers, each from its own input"),
-            )
-        ),
-        *(
-            (
-                not config.remat,
-                f"remat = false contradicts {user}, which recomputes each block in the backward pass",
-                "leave remat out; to keep activations on the device, use neither --full nor --offload for them",
-            )
-            for user in remat_users
-        ),
-    )
-    for is_refused, message, hint in refusals:
-        if is_refused:
-            raise ConfigError(message, hint=hint)
+    if remat_users and not config.remat:
+        problem = f"remat = false contradicts {remat_users[0]}, which recomputes each block in the backward pass"
+        hint = "leave remat out; to keep activations on the device, use neither --full nor --offload for them"
+        raise ConfigError(problem, hint=hint)
 
 
 def _refuse_both(first: str, second: str, reason: str) -> None:
@@ -491,9 +447,6 @@ def _refuse_with_full(names: list[str]) -> None:
     if names:
         hint = f"leave out {', '.join(names)}, or full"
         raise ConfigError(f"{names[0]} is a setting of adapters, and full tunes all parameters without one", hint=hint)
-
-
-# --- names of settings in other libraries ----------------------------------------------------------------------------
 
 
 _SYNONYMS = {
@@ -563,20 +516,15 @@ _SETTING_OF_SYNONYM = {name: text for text, names in (_SYNONYMS | _REMARKS).item
 
 
 def setting_of(name: str) -> str | None:
-    """Return our name for a well-known setting of another library.
+    """Return our name for a well-known setting of another library, with a remark where the meaning differs, or None.
 
-    Args:
-        name: a key or a flag, with or without its dashes.
-
-    Returns:
-        Our name, with a remark where the meaning differs; None for an unknown name.
+    `name` is a key or a flag, with or without its dashes.
     """
     key = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
     return _SETTING_OF_SYNONYM.get(key)
 
 
 def _suggest_setting(name: str, names: list[str]) -> str:
-    """Return a hint with the settings that an unknown key may stand for."""
     if (setting := setting_of(name)) is not None:
         return f"{name} is a setting of other libraries; use {setting}"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)

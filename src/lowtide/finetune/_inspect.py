@@ -21,17 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import (
-    LowtideError,
-    ModelFileError,
-    format_bytes,
-    gguf_file,
-    input_file,
-    parse_json,
-    read_input,
-    require_extra,
-    shortened,
-)
+from ..core import ModelFileError, format_bytes, gguf_file, input_file, parse_json, read_input, require_extra, shortened
 from ._config import FinetuneConfig, read_config, with_seq_len
 
 _COPY_HINT = "copy the file from its source again"
@@ -87,9 +77,6 @@ def inspect(path: str | Path) -> Inspection:
 
     Args:
         path: a directory of a model or an adapter, a GGUF or safetensors file, a run or its checkpoints.
-
-    Returns:
-        The content, problems included.
 
     Raises:
         ModelFileError: when the path does not exist, has another kind, or contains a damaged file.
@@ -195,9 +182,8 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         notes.append(f"turns without text: {counts['empty turns']:,}")
     problems: list[str] = []
     if lengths and not is_plain:  # windows over plain text lose no tokens
-        length_facts, length_notes = _length_facts(
-            config, model_config.max_position_embeddings, np.asarray(lengths), np.asarray(starts)
-        )
+        context = model_config.max_position_embeddings
+        length_facts, length_notes = _length_facts(config, context, np.asarray(lengths), np.asarray(starts))
         facts |= length_facts
         notes += length_notes
         if facts["without a token to learn"] == len(lengths):
@@ -213,29 +199,24 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
 def _inspect_model(folder: Path) -> Inspection:
     from .. import models
 
-    problems, notes = list[str](), list[str]()
-    facts: dict[str, Any] = {}
-    raw: dict[str, Any] = {}
-    is_tied = False
-    experts: Any = None
-    expected_parameters: int | None = None
+    problems, notes, facts, raw = list[str](), list[str](), dict[str, Any](), dict[str, Any]()
+    config: Any = None
     if os.path.lexists(folder / "config.json"):
         raw = _read_json(folder, "config.json")
         names = raw.get("architectures")
         facts["architecture"] = names[0] if isinstance(names, list) and names else names
         facts["family"] = raw.get("model_type")
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 config = models.load_config(folder)
             facts |= {"layers": config.num_layers, "context": config.max_position_embeddings}
             facts["vocabulary"] = config.vocab_size
-            expected_parameters, is_tied, experts = _count_parameters(config), config.tie_embeddings, config.experts
         except ModelFileError as error:
             problems.append(_message(error))
-            is_tied = bool(raw.get("tie_word_embeddings"))
     else:
         problems.append("config.json is missing")
+    expected_parameters = None if config is None else _count_parameters(config)
+    is_tied = raw.get("tie_word_embeddings") if config is None else config.tie_embeddings
     files = _find_weight_files(folder)
     if files and not any(os.path.lexists(folder / name) for name in (_SINGLE_FILE, _INDEX_FILE)):
         names = shortened(", ".join(file.name for file in files))
@@ -258,7 +239,9 @@ def _inspect_model(folder: Path) -> Inspection:
     tied = {_HEAD} & tensors.keys() if is_tied and "model.embed_tokens.weight" in tensors else set[str]()
     if tied:
         notes.append(f"config.json ties the head to the embedding, but {_HEAD} is stored: a different head is refused")
-    facts |= _weight_facts(files, {name: tensor for name, tensor in tensors.items() if name not in tied}, experts)
+    facts |= _weight_facts(
+        files, {name: tensor for name, tensor in tensors.items() if name not in tied}, getattr(config, "experts", None)
+    )
     facts["tensors"] = num_tensors - len(tied)
     if expected_parameters is not None and not files:
         del facts["groups"], facts["dtypes"]
@@ -281,8 +264,7 @@ def _inspect_gguf(path: Path, file: Path) -> Inspection:
     facts: dict[str, Any] = {}
     tensors: dict[str, models.StoredWeight] = {}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             config = models.load_config(path)
         facts = {"family": config.family, "layers": config.num_layers, "context": config.max_position_embeddings}
         facts["vocabulary"] = config.vocab_size
@@ -311,7 +293,6 @@ def _bits_per_weight(stored_weights: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _count_parameters(config: Any) -> int:
-    """Count the parameters that a model of this configuration has."""
     import jax
     import jax.numpy as jnp
 
@@ -327,25 +308,12 @@ def _inspect_adapter(folder: Path) -> Inspection:
     raw = _read_json(folder, "adapter_config.json")
     problems: list[str] = []
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             lora.check(folder)
     except ModelFileError as error:
         problems.append(_message(error))
-    names = (
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "use_dora",
-        "target_modules",
-        "target_parameters",
-        "rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-        "bias",
-    )
-    facts = {name: raw[name] for name in names if raw.get(name)}
+    names = "peft_type r lora_alpha use_rslora use_dora target_modules target_parameters rank_pattern alpha_pattern"
+    facts = {name: raw[name] for name in f"{names} modules_to_save bias".split() if raw.get(name)}
     facts["base"] = raw.get("base_model_name_or_path")
     name = "adapter_model.safetensors"
     pickled = [entry for entry in _list_entries(folder) if entry.suffix in _PICKLE_SUFFIXES]
@@ -392,11 +360,8 @@ def _find_weight_files(folder: Path) -> list[Path]:
     if os.path.lexists(folder / _SINGLE_FILE):
         return [input_file(folder, _SINGLE_FILE, hint=_COPY_HINT)]
     if not os.path.lexists(folder / _INDEX_FILE):
-        return [
-            input_file(folder, entry.name, hint=_COPY_HINT)
-            for entry in _list_entries(folder)
-            if entry.suffix == ".safetensors"
-        ]
+        shards = [entry.name for entry in _list_entries(folder) if entry.suffix == ".safetensors"]
+        return [input_file(folder, name, hint=_COPY_HINT) for name in shards]
     weight_map = _read_json(folder, _INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         raise ModelFileError(f"{folder / _INDEX_FILE}: weight_map is not a table of names", hint=_COPY_HINT)
@@ -424,9 +389,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]
 
 
 def _weight_facts(
-    files: Sequence[Path],
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    experts: Any = None,
+    files: Sequence[Path], tensors: Mapping[str, tuple[str, tuple[int, ...]]], experts: Any = None
 ) -> dict[str, Any]:
     """Count parameters and bytes; `experts` is that of the model's configuration, if it has experts."""
     counts, dtypes = Counter[str](), Counter[str]()
@@ -487,10 +450,8 @@ def _tokenizer_facts(folder: Path, problems: list[str], notes: list[str], vocabu
 
 def _dtype_problems(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
     counts = Counter(dtype for dtype, _ in tensors.values() if dtype not in _BITS)
-    return tuple(
-        f"{number} tensors have dtype {dtype}, which is quantised or not floating-point"
-        for dtype, number in counts.items()
-    )
+    reason = "which is quantised or not floating-point"
+    return tuple(f"{number} tensors have dtype {dtype}, {reason}" for dtype, number in counts.items())
 
 
 def _format_problems(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -506,7 +467,7 @@ def _format_problems(paths: Sequence[Path]) -> tuple[str, ...]:
     return (*problems, *gguf_problems) or ("weights are missing: there is no .safetensors file",)
 
 
-def _message(error: LowtideError) -> str:
+def _message(error: ModelFileError) -> str:
     return f"{error.message}: {error.got}" if error.got is not None else error.message
 
 
@@ -522,9 +483,6 @@ def _list_entries(folder: Path) -> list[Path]:
         raise ModelFileError(f"{folder}: cannot be read", got=error.strerror, hint="check its permissions") from error
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
 def _length_facts(
     config: FinetuneConfig, context: int, lengths: np.ndarray[Any, Any], starts: np.ndarray[Any, Any]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -538,7 +496,6 @@ def _length_facts(
         "longer than a row": {f"of {seq_len:,} tokens": len(long_lengths), "tokens lost": num_lost},
         "without a token to learn": int((starts >= seq_len).sum()),
     }
-    note = (
-        f"{num_lost:,} of {total:,} tokens, in {len(long_lengths):,} records, are lost at --seq-len {seq_len}; raise it"
-    )
+    share = f"{num_lost:,} of {total:,} tokens, in {len(long_lengths):,} records"
+    note = f"{share}, are lost at --seq-len {seq_len}; raise it"
     return facts, [note] if num_lost > 0.02 * total else []

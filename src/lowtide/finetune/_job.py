@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,12 @@ from ..core import LayerStack, Tree, hidden_in_groups, memory_space, recomputed
 from ..memory import Job, Target
 from ..optim import low_precision
 from ..targets import resolve_target
-from ..train import Callback, EarlyStopping, Record, Tracker
-from ._base import directory_of, dtypes, formats, refuse_for_model, training_dtype, with_implementation
+from ._base import directory_of, dtypes, formats, open_base, refuse_for_model, training_dtype, with_implementation
 from ._config import FinetuneConfig, config_from_dict, with_seq_len
 from .data._pack import IGNORE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 WRT = "**/lora_*"
 """Glob of the trainable leaves of a model with adapters."""
@@ -85,10 +87,7 @@ class JobPlan:
 
     @classmethod
     def from_shapes(cls, config: FinetuneConfig, target: Target | str | None = None) -> JobPlan:
-        """Make the plan from `config.json` alone, with the dtypes, formats and memory spaces that a run loads.
-
-        `target` decides the meaning of the dtype ``auto``.
-        """
+        """Make the plan from `config.json` alone, with the dtypes, formats and memory spaces that a run loads."""
         directory = directory_of(config)
         refuse_for_model(config, directory)
         platform = None if target is None else resolve_target(target).platform
@@ -120,10 +119,7 @@ class JobPlan:
         return optimizer(self.config, self.schedule)
 
     def job(self) -> Job:
-        """Return the step with the roles of `lowtide.train.step_job`; with `full`: ``state``, ``frozen``, ``batch``.
-
-        Its batch has the columns of packed records, unless `packing` is ``contiguous``.
-        """
+        """Return the step with the roles of `lowtide.train.step_job`; with `full`: ``state``, ``frozen``, ``batch``."""
         config, tx = self.config, self.tx
         names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
         batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
@@ -135,12 +131,25 @@ class JobPlan:
         )
 
 
+def load_base(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:
+    """Load the base of a job and its tokenizer; `JobPlan.from_shapes` makes the same base as shapes."""
+    refuse_for_model(config, directory)
+    return open_base(
+        directory,
+        tokenizer=config.tokenizer,
+        param_dtype=training_dtype(config),
+        compute_dtype=config.compute_dtype,
+        host=is_hosted(config),
+        sharding=sharding,
+        quantize=formats(config),
+        attention=config.attention,
+        tile_tokens=config.tile_tokens,
+    )
+
+
 def num_targets(batch: Tree) -> Any:
     """Count the tokens that have a label; this count is the weight of a microbatch."""
     return jnp.sum(batch["labels"] != IGNORE)
-
-
-# --- adapter ---------------------------------------------------------------------------------------------------------
 
 
 def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
@@ -172,10 +181,7 @@ def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
 
 
 def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:
-    """Add the adapter of `add_adapter`, initialised by EVA from the first training batches.
-
-    `batches` are indexed by step. Each batch is read microbatch by microbatch, as in a step.
-    """
+    """Add the adapter of `add_adapter`, initialised by EVA from the first training batches, which `batches` indexes."""
     num_rows = config.batch_size // config.num_microbatches
     microbatches = [
         {name: leaf[index * num_rows : (index + 1) * num_rows] for name, leaf in batches[step].items()}
@@ -200,12 +206,8 @@ def _lora_config(config: FinetuneConfig) -> lora.Config:
     )
 
 
-# --- loss ------------------------------------------------------------------------------------------------------------
-
-
 def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
-    groups = config.layers_per_remat
-    return partial(loss, remat=config.remat, layers_per_remat=groups, inputs=inputs_place(config))
+    return partial(loss, remat=config.remat, layers_per_remat=config.layers_per_remat, inputs=inputs_place(config))
 
 
 def _loss_with_dropout(
@@ -282,9 +284,6 @@ def _on_device(tree: Tree) -> Tree:
     return offload.to_device(tree) if _on_host(tree) else tree
 
 
-# --- memory spaces ---------------------------------------------------------------------------------------------------
-
-
 def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
     """Return a predicate for `lowtide.models.load` that selects the leaves for host memory, or None for no leaf."""
     memories = _places(config) if config.full else {"layers": "host"} if "parameters" in (config.offload or ()) else {}
@@ -314,9 +313,6 @@ def _places(config: FinetuneConfig) -> dict[str, str]:
 def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
     """Return the memory that holds the input of each block until the backward pass of adapters."""
     return "host" if "activations" in (config.offload or ()) else "device"
-
-
-# --- optimizer -------------------------------------------------------------------------------------------------------
 
 
 def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -351,11 +347,7 @@ def full_step(config: FinetuneConfig, stack: LayerStack, schedule: optax.Schedul
 def adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Build AdamW from the settings, without clipping."""
     return optax.adamw(
-        schedule,
-        b1=config.adam_beta1,
-        b2=config.adam_beta2,
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
+        schedule, b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon, weight_decay=config.weight_decay
     )
 
 
@@ -392,27 +384,3 @@ def _after_warmup(config: FinetuneConfig, peak: float, warmup: int, num_steps: i
     decay_steps = min(num_steps, max(1, round(config.decay_fraction * (num_steps + warmup))))
     decay_schedule = optax.linear_schedule(peak, peak * config.final_rate_fraction, decay_steps)
     return optax.join_schedules([optax.constant_schedule(peak), decay_schedule], [num_steps - decay_steps])
-
-
-# --- callbacks -------------------------------------------------------------------------------------------------------
-
-
-def stopping_callbacks(config: FinetuneConfig) -> list[Callback]:
-    """Build the callbacks that may end a run before its last step."""
-    if config.early_stopping_patience is None:
-        return []
-    # `EarlyStopping` stops at the evaluation after `patience` ones without improvement; our setting counts it, too.
-    patience = config.early_stopping_patience - 1
-    return [EarlyStopping("eval_loss", patience=patience, min_delta=config.early_stopping_threshold)]
-
-
-def trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapping[str, float]]) -> list[Callback]:
-    """Build the callbacks that send records to trackers; they raise if a tracker's package is missing.
-
-    `values` selects the values of a record to send.
-    """
-    settings = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
-    return [
-        Tracker(library, out, project=config.project, name=config.run_name, config=settings, values=values)
-        for library in dict.fromkeys(config.track or ())
-    ]

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,47 +22,15 @@ import numpy as np
 
 from .. import models
 from ..adapters import lora
-from ..core import (
-    ConfigError,
-    LayerStack,
-    NonFiniteError,
-    Tree,
-    combine,
-    num_layers,
-    partition,
-    tree_bytes,
-    write_files,
-)
+from ..core import ConfigError, NonFiniteError, Tree, combine, num_layers, partition, tree_bytes, write_files
 from ..distributed import STAGE, Processes, ShardingRules, call_on_first, check_shared_folder
 from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
-from ..train import Record, Trainer, analyze_naive
-from ._base import (
-    directory_of,
-    formats,
-    load_end_tokens,
-    open_base,
-    read_auxiliary_files,
-    refuse_for_model,
-    tokenizer_folder,
-    training_dtype,
-    write_model,
-)
+from ..train import Callback, EarlyStopping, Record, Tracker, Trainer, analyze_naive
+from ._base import directory_of, load_end_tokens, read_auxiliary_files, tokenizer_folder, write_model
 from ._config import FinetuneConfig, config_to_toml, with_steps
-from ._job import (
-    WRT,
-    JobPlan,
-    add_eva_adapter,
-    hidden,
-    inputs_place,
-    is_hosted,
-    is_weight,
-    num_targets,
-    optimizer,
-    stopping_callbacks,
-    trackers,
-)
+from ._job import WRT, JobPlan, add_eva_adapter, hidden, inputs_place, is_weight, load_base, num_targets, optimizer
 from ._run_folder import (
     ADAPTER,
     CHECKPOINTS,
@@ -82,9 +50,6 @@ from ._run_folder import (
 from .data._encode import decode_after
 from .data._load import load_data
 from .data._pack import IGNORE
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 _PROMPT_TOKENS = 24
 """Tokens of the prompt for a sample from plain text."""
@@ -120,10 +85,10 @@ class Finetune:
             _refuse_for_sharding(config, is_pipeline=STAGE in sharding.mesh.shape)
         self._processes = Processes(sharding)
         self.out = Path(out)
-        self._trackers = trackers(config, self.out, self._with_rate)  # first, so that a missing package raises at once
+        self._trackers = _trackers(config, self.out, self._with_rate)  # first, so that a missing package raises at once
         self.directory = directory_of(config)
         self.tokenizer_dir = tokenizer_folder(self.directory, config.tokenizer)
-        self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
+        self.base, self.tokenizer = load_base(config, self.directory, None if sharding is None else sharding.of)
         plan = JobPlan.make(config, self.base)  # before the data, whose preparation may take hours
         if not config.full:
             lora.check_names(plan.model)
@@ -147,7 +112,10 @@ class Finetune:
         # Before the trainer creates the checkpoint folder. A run killed with that folder but without config.toml could
         # neither be resumed nor started again.
         call_on_first(
-            lambda: (write_config(self.out, original_config), check_same_run(self.out, config, self.data.digest, day))
+            lambda: (
+                write_config(self.out, original_config),
+                check_same_run(self.out, config, self.data.digest, day),
+            )
         )
         self.schedule = plan.schedule
         # The learning rates for records are computed here, in one program. Computed after a step, they would delay the
@@ -156,7 +124,7 @@ class Finetune:
         # Only dropout uses the trainer's key; pipelines and layerwise steps take no seed.
         options = {"wrt": WRT, "num_microbatches": config.num_microbatches, "seed": config.seed}
         if sharding is not None and STAGE in sharding.mesh.shape:
-            options, loss_fn = {"pipeline": _pipeline(config, plan.model.stack, sharding)}, None  # the stack has a loss
+            options, loss_fn = {"pipeline": _pipeline(config, plan.model, sharding)}, None  # the stack has a loss
         self.trainer = Trainer(
             plan.model,
             loss_fn,
@@ -177,13 +145,7 @@ class Finetune:
             self.trainer.update(add_eva_adapter(self.base, config, self.data.train))
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
-        """Compile the step of `run`, and report its bytes.
-
-        Args:
-            target: device to compile for; None for the hardware at hand.
-
-        Returns:
-            The table, without the naive step.
+        """Compile the step of `run` for a device (None: the hardware at hand), and report its bytes.
 
         Memory:
             Compiles; allocates nothing on the device.
@@ -198,14 +160,7 @@ class Finetune:
         )
 
     def compare(self, table: MemoryTable, target: Target | str | None = None) -> MemoryTable:
-        """Compile the naive step for comparison.
-
-        Args:
-            table: the result of `memory`.
-            target: the target of that call.
-
-        Returns:
-            The table, including the naive step.
+        """Add the naive step, compiled for comparison, to the result of `memory` for this target.
 
         Memory:
             Compiles; allocates nothing on the device. The process keeps the compiler's memory, so a run compares after
@@ -234,8 +189,7 @@ class Finetune:
     def run(self, on_record: Callable[[Record], None] | None = None) -> None:
         """Train to the last step, and write metrics and checkpoints on the way.
 
-        Args:
-            on_record: called with every record, including the learning rate.
+        `on_record` is called with every record, including the learning rate.
 
         Raises:
             NonFiniteError: when a loss or gradients are not finite. The run stops, skips this step's update, and saves
@@ -281,8 +235,7 @@ class Finetune:
     def load_best(self) -> int | None:
         """Restore the weights with the lowest held-out loss if `load_best_at_end` is set; call it after `run`.
 
-        Returns:
-            Step of these weights, or None if the last weights stay.
+        The result is the step of these weights, or None if the last weights stay.
 
         Memory:
             As `Trainer.restore`: never two copies on the device.
@@ -295,10 +248,7 @@ class Finetune:
         return step
 
     def finish(self, table: MemoryTable) -> None:
-        """Write the adapter, or with ``config.full`` the model, and `memory.json`.
-
-        Args:
-            table: the result of `memory`.
+        """Write the adapter, or with ``config.full`` the model, and `memory.json`, from the result of `memory`.
 
         Memory:
             For a whole model, the host holds one shard at a time. Sharded adapters are gathered on every device.
@@ -394,11 +344,7 @@ class Finetune:
     def sample(self, model: Tree) -> tuple[str, str]:
         """Sample a continuation of a held-out text, or an answer to the first question of a held-out record.
 
-        Args:
-            model: the model to sample from: `base`, or ``trainer.model``.
-
-        Returns:
-            The prompt and its continuation.
+        `model` is `base` or ``trainer.model``. The result is the prompt and its continuation.
 
         Memory:
             All layers on the host are streamed once for each token; embedding and head are on the device.
@@ -441,7 +387,7 @@ def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
         raise ConfigError("lora_dropout: the loss of a pipeline takes no random key", hint=hint)
 
 
-def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules) -> Pipeline:
+def _pipeline(config: FinetuneConfig, model: models.Decoder, sharding: ShardingRules) -> Pipeline:
     """Build the pipeline, with `num_microbatches` microbatches or, if that is 1, one per row of the local batch."""
     num_shards = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
     num_microbatches = (
@@ -449,7 +395,7 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
     )
     plan = schedule(num_stages=sharding.mesh.shape[STAGE], num_microbatches=num_microbatches)
     return value_and_grad(
-        stack,
+        model.stack,
         plan,
         mesh=sharding.mesh,
         wrt=WRT,
@@ -460,19 +406,22 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
     )
 
 
-def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:
-    refuse_for_model(config, directory)
-    return open_base(
-        directory,
-        tokenizer=config.tokenizer,
-        param_dtype=training_dtype(config),
-        compute_dtype=config.compute_dtype,
-        host=is_hosted(config),
-        sharding=sharding,
-        quantize=formats(config),
-        attention=config.attention,
-        tile_tokens=config.tile_tokens,
-    )
+def stopping_callbacks(config: FinetuneConfig) -> list[Callback]:
+    """Build the callbacks that may end a run before its last step."""
+    if config.early_stopping_patience is None:
+        return []
+    # `EarlyStopping` stops at the evaluation after `patience` ones without improvement; our setting counts it, too.
+    patience = config.early_stopping_patience - 1
+    return [EarlyStopping("eval_loss", patience=patience, min_delta=config.early_stopping_threshold)]
+
+
+def _trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapping[str, float]]) -> list[Callback]:
+    """Build the callbacks that send records to trackers; they raise if a tracker's package is missing."""
+    settings = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    return [
+        Tracker(library, out, project=config.project, name=config.run_name, config=settings, values=values)
+        for library in dict.fromkeys(config.track or ())
+    ]
 
 
 def _device_bytes(tree: Tree) -> int:

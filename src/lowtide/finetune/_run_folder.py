@@ -49,7 +49,7 @@ _EDITABLE = (
 
 
 def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
-    """Determine a run's configuration, and check that its folder can be used.
+    """Return a run's configuration, and check that its folder can be used.
 
     Args:
         out: the run's folder.
@@ -57,9 +57,6 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         where: source of these values, for messages.
         resume: continue the run in `out`. Its own `config.toml` applies, and `values` must not contradict it, except
             for a larger number of steps.
-
-    Returns:
-        The configuration.
 
     Raises:
         OutputError: when `out` is not empty and `resume` is not set, cannot be written, or has nothing to resume.
@@ -86,14 +83,25 @@ def _open_run(out: Path, values: Mapping[str, Any], source: str, *, resume: bool
         saved = read_config(out / CONFIG)
         config = config_from_dict(saved, str(out / CONFIG))
         if config.num_epochs is not None and "num_steps" in values and "num_epochs" not in values:
-            config = _epochs_to_steps(out, config)
+            if not (start := _read_start(out)):
+                problem = f"the run of {config.num_epochs} epochs has not started, so its steps cannot be raised"
+                raise ConfigError(f"{out}: {problem}", hint="leave --steps out, or start a run in another --out")
+            config = dataclasses.replace(config, num_epochs=None, num_steps=start["num_steps"])
             saved = {name: value for name, value in saved.items() if name != "num_epochs"}
         requested = config_from_dict({**saved, **values}, source)
         if requested.num_steps > config.num_steps:
             # The schedule keeps its length. Stretched over the new number of steps, the learning rate would jump up.
             steps = {"num_steps": requested.num_steps, "schedule_steps": config.schedule_steps or config.num_steps}
             config = dataclasses.replace(config, **steps)
-        _refuse_other_config(config, requested, values, out)
+        changed = [name for name, old in vars(config).items() if name in values and old != getattr(requested, name)]
+        if changed:
+            old, new = (_describe_settings(vars(settings), changed) for settings in (config, requested))
+            hint = (
+                f"leave them out to continue with {out / CONFIG}, where you may edit settings that change bytes but no "
+                "losses, or start a run in another --out; only --steps may be larger"
+            )
+            problem = "--resume does not match the configuration of this run"
+            raise ConfigError(f"{out}: {problem}", expected=old, got=new, hint=hint)
     else:
         config = config_from_dict(values, source)
         if is_used:
@@ -106,14 +114,6 @@ def _open_run(out: Path, values: Mapping[str, Any], source: str, *, resume: bool
 def _absolute_path(path: Path) -> str:
     """Resolve a path. The last link of a GGUF file is kept: in a Hugging Face cache its target has another name."""
     return str(path.parent.resolve() / path.name if path.suffix.lower() == ".gguf" else path.resolve())
-
-
-def _epochs_to_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:
-    """Replace `num_epochs` with the number of steps that the run's first call recorded."""
-    if not (start := _read_start(out)):
-        problem = f"the run of {config.num_epochs} epochs has not started, so its steps cannot be raised"
-        raise ConfigError(f"{out}: {problem}", hint="leave --steps out, or start a run in another --out")
-    return dataclasses.replace(config, num_epochs=None, num_steps=start["num_steps"])
 
 
 def write_config(out: Path, config: FinetuneConfig) -> None:
@@ -212,20 +212,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _refuse_other_config(
-    saved: FinetuneConfig, requested: FinetuneConfig, values: Mapping[str, Any], out: Path
-) -> None:
-    changed = [name for name, old in vars(saved).items() if name in values and old != getattr(requested, name)]
-    if changed:
-        old, new = (_describe_settings(vars(config), changed) for config in (saved, requested))
-        hint = (
-            f"leave them out to continue with {out / CONFIG}, where you may edit settings that change bytes but no "
-            "losses, or start a run in another --out; only --steps may be larger"
-        )
-        problem = "--resume does not match the configuration of this run"
-        raise ConfigError(f"{out}: {problem}", expected=old, got=new, hint=hint)
-
-
 def _describe_settings(values: Mapping[str, Any], names: Sequence[str]) -> str:
     return ", ".join(f"{name} = {values[name]!r}" for name in names)
 
@@ -233,10 +219,8 @@ def _describe_settings(values: Mapping[str, Any], names: Sequence[str]) -> str:
 def _loss_settings(config: FinetuneConfig) -> dict[str, Any]:
     """Return the settings that determine a run's losses, without paths, since files may be moved."""
     # With dropout the tile size changes losses, since each tile draws its own mask.
-    extra = ("tile_tokens",) if config.lora_dropout and config.tile_tokens else ()
-    values = {
-        name: value for name, value in dataclasses.asdict(config).items() if name not in _EDITABLE or name in extra
-    }
+    editable = {*_EDITABLE} - ({"tile_tokens"} if config.lora_dropout and config.tile_tokens else set[str]())
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in editable}
     return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
 
 
@@ -254,9 +238,6 @@ def _read_start(out: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "restore it, or start a run in another --out"
         raise OutputError(f"{out / DATA}: the file is damaged", got=str(error), hint=hint) from error
-
-
-# --- reports ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,19 +296,13 @@ def measured_peak_bytes() -> int | None:
     return None if not stats else stats.get("peak_bytes_in_use")
 
 
-# --- page ------------------------------------------------------------------------------------------------------------
-
-
 def save_report_inputs(
     out: Path,
     memory: MemoryReport,
     tables: Mapping[str, Sequence[tuple[str, str]]],
     samples: Mapping[str, tuple[str, str]],
 ) -> None:
-    """Write the inputs of the page that no other file has; samples of an earlier call for the run stay in the file.
-
-    `tables` are rows of name and text by title, and `samples` prompt and continuation by title.
-    """
+    """Write the inputs of the page that no other file has; samples of an earlier call for the run stay in the file."""
     memory.to_json(out / REPORT)
     parts = {"tables": tables, "samples": {**_read_parts(out, [])[1], **samples}}
     write_files(out, {PARTS: (json.dumps(parts, indent=2) + "\n").encode()})
@@ -335,9 +310,6 @@ def save_report_inputs(
 
 def write_report(out: str | Path) -> Path:
     """Write the page of a finished or unfinished run from the files in its folder.
-
-    Args:
-        out: the run's folder.
 
     Returns:
         Path of the page, `report.html` in that folder: one file that needs no network and no script.
@@ -411,8 +383,7 @@ def _facts(
 ) -> tuple[str, list[tuple[str, str]]]:
     last_step = max((record["step"] for record in records), default=0)
     progress = f"{last_step:,} of {num_steps:,} steps" if num_steps is not None else f"{last_step:,} steps"
-    held_out = [(record["step"], _value(record, "eval_loss")) for record in records]
-    losses = [(step, value) for step, value in held_out if value is not None]
+    losses = [(record["step"], loss) for record in records if (loss := _value(record, "eval_loss")) is not None]
     verdict = f"{progress} done"
     facts = [("Steps", progress)]
     if losses:

@@ -80,10 +80,9 @@ def compile_program(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    *,
-    target: Target | str | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    static_argnums: int | Sequence[int] | None = None,
+    target: Target | str | None,
+    donate_argnums: int | Sequence[int] | None,
+    static_argnums: int | Sequence[int] | None,
 ) -> CompiledProgram:
     """Compile a function; arguments, errors and warnings are those of `lowtide.memory.compile`."""
     goal = resolve_target(target)
@@ -105,9 +104,8 @@ def compile_program(
         inner, dynamic = _close_over_constants(fn, *dynamic, only_modules=True)
         jitted = jax.jit(inner, static_argnums=static, donate_argnums=donated, donate_argnames=donate_argnames or None)
     (placed, keywords), host_paths = _place_arguments(dynamic, goal, strict=not is_jitted)
-    positional = tuple(
-        arg if index in static else new for index, (arg, new) in enumerate(zip(args, placed, strict=True))
-    )
+    pairs = enumerate(zip(args, placed, strict=True))
+    positional = tuple(arg if index in static else new for index, (arg, new) in pairs)
     traced, lowered = _lower(jitted, positional, keywords, goal)
     num_static = len(args) - len(lowered.args_info[0])
     if num_static != len(static):
@@ -137,11 +135,7 @@ def compile_program(
 
 
 def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:
-    """Return argument positions as non-negative numbers, sorted.
-
-    Raises:
-        ConfigError: for a position that no argument has.
-    """
+    """Return argument positions as non-negative numbers, sorted; `ConfigError` for one that no argument has."""
     requested = () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for position in requested:
         if not -num_args <= position < num_args:
@@ -195,9 +189,8 @@ def crossed_donations(lowered: Any) -> list[str]:
     Returns:
         A description of each such result, with its name in the function's value.
     """
-    main = next(
-        op for op in lowered.compiler_ir("stablehlo").body.operations if op.attributes["sym_name"].value == "main"
-    )
+    operations = lowered.compiler_ir("stablehlo").body.operations
+    main = next(operation for operation in operations if operation.attributes["sym_name"].value == "main")
     results = main.attributes["res_attrs"] if "res_attrs" in main.attributes else []
     descriptions: list[str] = []
     for argument in main.arg_attrs:
@@ -214,7 +207,6 @@ def crossed_donations(lowered: Any) -> list[str]:
 
 
 def _host_paths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """List the paths of the arguments in host memory."""
     leaves = [*leaves_with_paths(tuple(args)), *leaves_with_paths(dict(kwargs))]
     paths = [path for path, leaf in leaves if on_host(getattr(leaf, "sharding", None))]
     return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "") or "no argument"
@@ -239,12 +231,8 @@ def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
 
 
 def read_dump(folder: str | Path) -> Any:
-    """Read the optimised program of a dump, or return None without one or without its buffer assignment.
-
-    Args:
-        folder: the folder of XLA's dump. The largest of several programs is read, because XLA dumps helper programs,
-            too.
-    """
+    """Read the optimised program of XLA's dump, or return None without one or without its buffer assignment."""
+    # The largest of several programs, because XLA dumps helper programs, too.
     files = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: -path.stat().st_size)
     hlo = read_hlo(files[0]) if files else None
     return hlo if hlo is not None and hlo.assignment.allocations else None
@@ -280,7 +268,6 @@ def _unwrap(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[An
 
 
 def _foreign_jit_error(fn: Any) -> StructureError:
-    """Return the error for a jit wrapper that Lowtide cannot remove."""
     return StructureError(
         f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
         "cannot name",

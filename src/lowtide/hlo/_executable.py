@@ -56,31 +56,21 @@ class ArgumentLeaf:
 
 
 def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
-    """Return the leaves of a compiled function's arguments, in flattening order.
-
-    Args:
-        compiled: a `jax.stages.Compiled`.
-
-    Returns:
-        One entry per leaf, including those that the program dropped.
-    """
+    """Return the leaves of a `jax.stages.Compiled`'s arguments in flattening order, including dropped ones."""
     infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    formats = jax.tree.leaves(compiled.input_formats)
     leaves: list[ArgumentLeaf] = []
-    for (path, info), fmt in zip(infos, formats, strict=True):
+    for (path, info), fmt in zip(infos, jax.tree.leaves(compiled.input_formats), strict=True):
         is_read = fmt.layout is not None
-        sharding, num_bytes = (fmt.sharding, _compiled_bytes(info, fmt)) if is_read else (None, 0)
-        leaves.append(
-            _make_leaf(path, info, sharding, num_bytes=num_bytes, is_hosted=on_host(sharding), is_read=is_read)
-        )
+        sharding, size = (fmt.sharding, _compiled_bytes(info, fmt)) if is_read else (None, 0)
+        leaves.append(_make_leaf(path, info, sharding, size=size, is_hosted=on_host(sharding), is_read=is_read))
     return leaves
 
 
-def _make_leaf(path: Any, info: Any, sharding: Any, *, num_bytes: int, is_hosted: bool, is_read: bool) -> ArgumentLeaf:
+def _make_leaf(path: Any, info: Any, sharding: Any, *, size: int, is_hosted: bool, is_read: bool) -> ArgumentLeaf:
     return ArgumentLeaf(
         path=path_str(path[1:]),
         argument=argument_of(path),
-        num_bytes=num_bytes,
+        num_bytes=size,
         logical_bytes=leaf_bytes(info),
         on_host=is_hosted,
         donated=bool(info.donated),
@@ -107,30 +97,19 @@ def host_outputs(compiled: Any) -> dict[str, int]:
     }
 
 
-def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any = None) -> list[ArgumentLeaf]:
-    """Return the leaves of a program's arguments from its dumped buffer assignment.
+def lowered_leaves(lowered: Any, hlo: Any, compiled: Any = None) -> list[ArgumentLeaf]:
+    """Return the leaves of a program's arguments in flattening order, from its dumped buffer assignment.
 
     This serves programs that the compiler refused, and programs with ordered effects, whose layouts JAX does not
     expose.
-
-    Args:
-        lowered: the `jax.stages.Lowered`.
-        hlo: the dumped program.
-        names: JAX's names of the leaves. If JAX does not list the kept leaves, those are kept whose name a parameter
-            has.
-        compiled: the `jax.stages.Compiled`, if there is one.
-
-    Returns:
-        One entry per leaf, in flattening order.
     """
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     shardings = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
     if len(shardings) != len(infos):
         shardings = [None] * len(infos)
-    parameters, allocations = _parameter_arrays(hlo), _parameter_allocations(hlo)
+    parameters, allocations = parameter_arrays(hlo), _parameter_allocations(hlo)
     kept_indices = kept_arguments(lowered, len(infos))
-    if kept_indices is None:
-        kept_indices = _kept_by_name([name for _, name in parameters], names, len(infos))
+    assert kept_indices is not None, "all versions in the table of core._compat list the kept arguments"
     offset = max(len(parameters) - len(kept_indices), 0)  # hoisted constants and tokens come before the arguments
     parameter_of = {
         index: parameter_index for index, (parameter_index, _) in zip(kept_indices, parameters[offset:], strict=False)
@@ -138,22 +117,16 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any =
     leaves: list[ArgumentLeaf] = []
     for index, (path, info) in enumerate(infos):
         allocation = allocations.get(parameter_of.get(index, (-1, ())))
-        num_bytes, is_hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
-        leaves.append(
-            _make_leaf(
-                path, info, shardings[index], num_bytes=num_bytes, is_hosted=is_hosted, is_read=index in parameter_of
-            )
-        )
+        size, is_hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
+        is_read = index in parameter_of
+        leaves.append(_make_leaf(path, info, shardings[index], size=size, is_hosted=is_hosted, is_read=is_read))
     return leaves
 
 
-def _entry_computation(hlo: Any) -> Any:
-    return next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
-
-
-def _parameter_arrays(hlo: Any) -> list[tuple[ParameterIndex, str]]:
+def parameter_arrays(hlo: Any) -> list[tuple[ParameterIndex, str]]:
     """Return the place and name of every array of the entry's parameters; thousands of them come as one tuple."""
-    parameters = [i for i in _entry_computation(hlo).instructions if i.opcode == "parameter"]
+    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+    parameters = [i for i in entry.instructions if i.opcode == "parameter"]
     parameters.sort(key=lambda i: i.parameter_number)
     if len(parameters) == 1 and parameters[0].shape.tuple_shapes:
         return [((0, (index,)), "") for index in range(len(parameters[0].shape.tuple_shapes))]
@@ -165,20 +138,6 @@ def _parameter_allocations(hlo: Any) -> dict[ParameterIndex, Any]:
     return {(a.parameter_number, tuple(a.parameter_shape_index)): a for a in allocations}
 
 
-def _kept_by_name(parameter_names: Sequence[str], names: Sequence[str], num_leaves: int) -> list[int]:
-    """Return the leaves that a parameter is named after, or all leaves when JAX recorded no names."""
-    remaining = list(parameter_names)
-    if len(names) != num_leaves or not any(parameter_names):
-        return list(range(num_leaves))
-    kept_indices: list[int] = []
-    for index, name in enumerate(names):
-        if name in remaining:
-            # Parameters have the order of the leaves, so a match also rules out the names before it.
-            del remaining[: remaining.index(name) + 1]
-            kept_indices.append(index)
-    return kept_indices
-
-
 def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
     """Reconstruct the argument leaves of a program from its dump alone, by the names that JAX gave its parameters.
 
@@ -187,7 +146,7 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
     """
     allocations = _parameter_allocations(hlo)
     leaves: list[ArgumentLeaf] = []
-    for number, (parameter_index, name) in enumerate(_parameter_arrays(hlo)):
+    for number, (parameter_index, name) in enumerate(parameter_arrays(hlo)):
         path = _path_of_name(name or f"argument {number}")
         allocation = allocations.get(parameter_index)
         size, is_hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
@@ -205,40 +164,24 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
     return leaves
 
 
-def output_paths(hlo: Any) -> list[str]:
-    """Return stand-ins for the paths of a program's results: their numbers."""
-    entry = _entry_computation(hlo)
-    root = next(i for i in entry.instructions if i.id == entry.root_id)
-    return [str(index) for index in range(len(root.shape.tuple_shapes))] or [""]
-
-
 def _path_of_name(name: str) -> str:
     """Rewrite ``params['a'][0].b`` as ``params/a/0/b``."""
     return re.sub(r"\[['\"]?(.*?)['\"]?\]|\.", lambda match: f"/{match[1] or ''}", name.replace("\\'", "'")).strip("/")
 
 
 def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
-    """Return for every leaf whether the executable writes an output into its buffer.
+    """Return for every leaf of `argument_leaves(compiled)` whether the executable writes an output into its buffer.
 
-    Args:
-        compiled: the `jax.stages.Compiled` that `leaves` was read from.
-        leaves: the result of `argument_leaves`.
-
-    Returns:
-        One boolean per leaf; False for dropped ones. The text of some TPU programs with asynchronous operations cannot
-        be printed. There the result is True for all donated leaves or for none, depending on XLA's total of reused
-        bytes.
+    The text of some TPU programs with asynchronous operations cannot be printed. There the result is True for all
+    donated leaves or for none, depending on XLA's total of reused bytes.
     """
     try:
         header = (compiled.as_text() or "").split("\n", 1)[0]
     except jax.errors.JaxRuntimeError:
-        donated = [leaf.kept and leaf.donated for leaf in leaves]
         stats = compiled.memory_analysis()
         reused = stats.alias_size_in_bytes + stats.host_alias_size_in_bytes
-        is_complete = reused >= sum(
-            leaf.num_bytes for leaf, is_donated in zip(leaves, donated, strict=True) if is_donated
-        )
-        return [is_donated and is_complete for is_donated in donated]
+        is_complete = reused >= sum(leaf.num_bytes for leaf in leaves if leaf.kept and leaf.donated)
+        return [leaf.kept and leaf.donated and is_complete for leaf in leaves]
     shapes = _split_top_level(_bracketed_text(header, "entry_computation_layout={"))
     if len(shapes) == 1 and shapes[0].startswith("("):
         places = [(0, (index,)) for index in range(len(_split_top_level(shapes[0][1:-1])))]
@@ -251,7 +194,7 @@ def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
     """Return the same as `aliased`, from a dumped program (the text of some TPU programs cannot be printed)."""
     entries = hlo.module.input_output_alias.entries
     parameters = {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in entries}
-    return _reused(leaves, [place for place, _ in _parameter_arrays(hlo)], parameters)
+    return _reused(leaves, [place for place, _ in parameter_arrays(hlo)], parameters)
 
 
 def _reused(
@@ -266,11 +209,7 @@ def _reused(
 def aliased_parameters(header: str) -> set[ParameterIndex]:
     """Return the parameters that an HLO module header (the first line of an executable's text) aliases to an output.
 
-    Each has its index inside the parameter (empty unless the parameter is a tuple).
-
-    Examples:
-        >>> sorted(aliased_parameters("HloModule f, input_output_alias={ {0, 1}: (2, {}, may-alias), {}: (0, {5}) }"))
-        [(0, (5,)), (2, ())]
+    ``input_output_alias={ {0, 1}: (2, {}, may-alias), {}: (0, {5}) }`` gives ``{(2, ()), (0, (5,))}``.
     """
     body = _bracketed_text(header, "input_output_alias=")
     return {

@@ -70,7 +70,6 @@ class Instruction:
 
     @property
     def opcode(self) -> str:
-        """XLA's name of the operation."""
         return self.proto.opcode
 
     @property
@@ -80,11 +79,7 @@ class Instruction:
 
 
 class Graph:
-    """An HLO module, indexed.
-
-    Args:
-        module: the ``module`` of a message that `read_hlo` returned.
-    """
+    """An HLO module (the ``module`` of a message that `read_hlo` returned), indexed."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -117,7 +112,6 @@ class Graph:
         return element_type(self.shape(value).element_type)
 
     def is_floating(self, value: Value) -> bool:
-        """Return whether the items of an array are floating-point numbers."""
         return self.item_type(value)[0].startswith(("f", "bf", "c"))
 
     def name(self, value: Value) -> str:
@@ -140,11 +134,9 @@ class Graph:
         """
         instr_id, index = source
         leaves = self._leaves(instr_id)
-        return (
-            [source]
-            if index in leaves
-            else [(instr_id, leaf) for leaf in leaves if self.is_like((instr_id, leaf), value)]
-        )
+        if index in leaves:
+            return [source]
+        return [(instr_id, leaf) for leaf in leaves if self.is_like((instr_id, leaf), value)]
 
     def is_like(self, first: Value, second: Value) -> bool:
         """Return whether two arrays have the same shape and type."""
@@ -226,10 +218,6 @@ class Graph:
         callers = self._callers.get(self.instructions[instr_id].computation, ())
         return callers[0].proto.id if callers else None
 
-    def is_loop_state(self, value: Value) -> bool:
-        """Return whether a value is carried by a loop: made of its initial value and of the body's result."""
-        return self.instructions[value[0]].opcode == "while" or self.loop_of(value) is not None
-
     def _from_callers(self, parameter: Instruction, index: tuple[int, ...]) -> list[tuple[Value, Edge]]:
         number = parameter.proto.parameter_number
         edges: list[tuple[Value, Edge]] = []
@@ -273,13 +261,10 @@ class Graph:
             spans[instr_id] = (spans.get(instr_id, (position, 0))[0], position)
         return spans
 
-    def last_use(self, name: str) -> int:
-        """Return the last position at which the result of an instruction is read, under any name."""
-        return self._last_uses.get(name, len(self.order))
-
     @functools.cached_property
-    def _last_uses(self) -> dict[str, int]:
-        """Last use of every instruction, by name. A value inside of a tuple or loop is used as long as that one is."""
+    def last_uses(self) -> dict[str, int]:
+        """Last position at which the result of every instruction is read, by the instruction's name."""
+        # A value inside of a tuple or loop is used as long as that one is.
         last_uses: dict[int, int] = {}
         for position in range(len(self.order) - 1, -1, -1):
             instr_id = self.order[position]
@@ -301,23 +286,20 @@ class Graph:
 
     def scope(self, instr_id: int) -> str:
         """Return the scopes in which JAX made an operation; for a fusion without any, those of a fused operation."""
-        instruction = self.instructions[instr_id]
-        if instruction.proto.metadata.op_name or instruction.opcode != "fusion":
-            return instruction.proto.metadata.op_name
-        return next((i.metadata.op_name for i in self._fused(instruction) if i.metadata.op_name), "")
+        return next((metadata.op_name for metadata in self._metadata(instr_id) if metadata.op_name), "")
 
     def source(self, instr_id: int) -> str:
         """Return the innermost source line of the user's program, ``file.py:12 (function)``; empty when unknown."""
-        instruction = self.instructions[instr_id]
-        frame = instruction.proto.metadata.stack_frame_id
-        if not frame and instruction.opcode == "fusion":
-            frame = next((i.metadata.stack_frame_id for i in self._fused(instruction) if i.metadata.stack_frame_id), 0)
-        return self._frame_text(frame)
+        frames = (metadata.stack_frame_id for metadata in self._metadata(instr_id))
+        return self._frame_text(next(filter(None, frames), 0))
 
-    def _fused(self, fusion: Instruction) -> list[Any]:
-        """Return the instructions of a fused computation, its root first."""
-        computation = self.computations[fusion.proto.called_computation_ids[0]]
-        return sorted(computation.instructions, key=lambda i: i.id != computation.root_id)
+    def _metadata(self, instr_id: int) -> Iterator[Any]:
+        """Yield the metadata of an operation and, for a fusion, of the fused operations, the root first."""
+        instruction = self.instructions[instr_id]
+        yield instruction.proto.metadata
+        if instruction.opcode == "fusion":
+            computation = self.computations[instruction.proto.called_computation_ids[0]]
+            yield from (i.metadata for i in sorted(computation.instructions, key=lambda i: i.id != computation.root_id))
 
     @functools.cache  # noqa: B019 - lives as long as the program
     def _frame_text(self, frame: int) -> str:
@@ -341,9 +323,7 @@ class Graph:
 def reachable(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
     """Yield the start nodes and all nodes that steps lead to, the nearest first, each once.
 
-    Args:
-        start: the first nodes.
-        step: a function from a node to its next nodes; called after the node was yielded.
+    `step` returns the next nodes of a node; it is called after the node was yielded.
     """
     nodes = list(dict.fromkeys(start))
     visited = set(nodes)
@@ -384,16 +364,7 @@ class Segment:
 
 
 def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
-    """List the values in an allocation of temporaries, with the positions between which each is alive.
-
-    Args:
-        graph: the program.
-        assignment: its buffer assignment.
-        allocation: one of the assignment's allocations.
-
-    Returns:
-        Segments that never overlap in both bytes and time.
-    """
+    """List the values in an allocation of temporaries, as segments that never overlap in both bytes and time."""
     placed = {a.logical_buffer_id: (a.offset, a.size) for a in allocation.assigned}
     defined = {
         b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index))
@@ -428,14 +399,12 @@ class _Region:
         self._end = position
 
     def take(self, buffer: int, position: int) -> None:
-        """Let another value take the bytes over."""
         start, holder = self._open
         self.takes.append((start, position - 1 if self._alive else min(self._end, position - 1), holder))
         self._open = (position, buffer)
         self._alive.add(buffer)
 
     def free(self, buffer: int, position: int) -> None:
-        """Mark a value as freed."""
         self._alive.discard(buffer)
         self._end = max(position, self._open[0])
 
@@ -473,26 +442,23 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
     positions_by_name: dict[str, list[int]] = {}
     for position, instr_id in enumerate(graph.order):
         positions_by_name.setdefault(graph.instructions[instr_id].proto.name, []).append(position)
-    current, exact = 0, list[int | None]()
-    earliest = list[int]()
+    current, earliest = 0, list[int]()
     for event in events:
-        if event.kind == _FREED:
-            exact.append(None)
-        else:
+        if event.kind != _FREED:
             runs = positions_by_name.get(event.instruction_name, [])
             # The next run of an instruction that runs more than once.
             current = next((p for p in runs if p >= current), runs[0] if runs else current)
-            exact.append(current)
         earliest.append(current)
     # Backwards, so that the next allocation after a FREE is known.
     next_allocation, positions = len(graph.order), list[int]()
-    for event, position, first in zip(reversed(events), reversed(exact), reversed(earliest), strict=True):
-        if position is not None:
-            next_allocation = position
-            positions.append(position)
+    for event, first in zip(reversed(events), reversed(earliest), strict=True):
+        if event.kind != _FREED:
+            next_allocation = first
+            positions.append(first)
         else:
             latest = max(next_allocation - 1, 0)
-            positions.append(max(min(graph.last_use(event.instruction_name), latest), min(first, latest)))
+            last_use = graph.last_uses.get(event.instruction_name, len(graph.order))
+            positions.append(max(min(last_use, latest), min(first, latest)))
     return positions[::-1]
 
 
@@ -505,13 +471,3 @@ def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
-
-
-def peak_position(segments_by_heap: Iterable[Sequence[Segment]], num_positions: int) -> int:
-    """Return the position at which the most bytes are alive over several heaps; the first of equal ones."""
-    steps = [0] * (num_positions + 1)
-    for segment in itertools.chain.from_iterable(segments_by_heap):
-        steps[segment.start] += segment.size
-        steps[segment.end + 1] -= segment.size
-    sums = list(itertools.accumulate(steps[:-1])) or [0]
-    return sums.index(max(sums))

@@ -39,12 +39,7 @@ _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
     },
     "FileLocation": {"file_name_id": (1, _INT), "function_name_id": (2, _INT), "line": (3, _INT)},
     "StackFrame": {"file_location_id": (1, _INT), "parent_frame_id": (2, _INT)},
-    "Computation": {
-        "name": (1, _TEXT),
-        "instructions": (2, ["Instruction"]),
-        "id": (5, _INT),
-        "root_id": (6, _INT),
-    },
+    "Computation": {"name": (1, _TEXT), "instructions": (2, ["Instruction"]), "id": (5, _INT), "root_id": (6, _INT)},
     "Instruction": {
         "name": (1, _TEXT),
         "opcode": (2, _TEXT),
@@ -138,10 +133,7 @@ _ELEMENT_TYPES = {
 
 
 def read_hlo(path: str | Path) -> Any:
-    """Parse a dumped ``*.hlo.pb`` into a message with the fields of `_SCHEMA`'s ``Hlo``.
-
-    Raises `StructureError` when the file is not an HloProto.
-    """
+    """Parse a dumped ``*.hlo.pb`` as the ``Hlo`` of `_SCHEMA`; `StructureError` when the file is not an HloProto."""
     from google.protobuf.message import DecodeError
 
     try:

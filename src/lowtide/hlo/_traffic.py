@@ -29,11 +29,7 @@ _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
 class Traffic:
-    """The bytes of each computation of a module.
-
-    Args:
-        module: the ``module`` of a message that `read_hlo` returned.
-    """
+    """The bytes of each computation of a module (the ``module`` of a message that `read_hlo` returned)."""
 
     def __init__(self, module: Any) -> None:
         graph = Graph(module)
@@ -52,11 +48,7 @@ class Traffic:
                 self._callers[instr.called_computation_ids[0]] = instr
 
     def total(self) -> int:
-        """Return the bytes that the whole program moves.
-
-        Raises:
-            StructureError: for a loop whose number of iterations is not known at compile time.
-        """
+        """Return the bytes of the program; `StructureError` for a loop with an unknown number of iterations."""
         return self._computation_bytes(self._entry)
 
     def _computation_bytes(self, computation_id: int) -> int:

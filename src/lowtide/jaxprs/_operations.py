@@ -169,14 +169,11 @@ def fold(
     apply: Callable[[Any, list[Known]], Sequence[Known]],
     known: Callable[[Any, Any], Known],
 ) -> list[Known]:
-    """Propagate facts about values through a jaxpr, from its inputs to its outputs.
+    """Propagate facts about values through a jaxpr, open or closed, from its inputs to its outputs.
 
-    Args:
-        jaxpr: open or closed. Jaxprs inside of its operations are left to `apply`, which may fold them.
-        inputs: the fact about each input.
-        apply: ``apply(eqn, operands)`` returns the fact about each result, given the facts about the operands.
-        known: ``known(var, value)`` returns the fact about a literal or constant. Constants of an open jaxpr
-            have the value None.
+    ``apply(eqn, operands)`` returns the fact about each result, given the facts about the operands. It may fold the
+    jaxprs inside of the operation. ``known(var, value)`` returns the fact about a literal or constant. Constants of an
+    open jaxpr have the value None.
     """
     inner = opened(jaxpr)
     # An open jaxpr names its constants but does not hold them.

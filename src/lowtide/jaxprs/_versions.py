@@ -143,11 +143,8 @@ def policy_names(policy: Any) -> dict[str, bool]:
 
     A policy is an opaque function. So its attributes, closure, defaults and constants are searched for texts. The
     policy is then called with each text as a name. A text is a checkpoint name if the answer differs from the answer
-    for a name that nobody uses. Other texts, such as the memory kinds of an offload, are not names.
-
-    Returns:
-        True for each name to save or to offload, False for each name that a policy leaves out if it saves all others.
-        Empty for a policy without names.
+    for a name that nobody uses. Other texts, such as the memory kinds of an offload, are not names. A name is False if
+    the policy leaves it out and saves all others.
     """
     # The answer for all names that the policy does not know.
     default = saves_name(policy, _UNUSED_NAME)

@@ -110,8 +110,15 @@ def chunked_cross_entropy(
         Chowdhery et al., "PaLM", arXiv:2204.02311, section 5 (`z_loss`).
     """
     _check_arrays(h, head, labels)
-    _check_options(ignore_index, chunk_size, reduction, soft_cap, z_loss)
-    if chunk_size is None:
+    hint = "if no position is ignored, pass an integer that is not a label"
+    check_integer("ignore_index", ignore_index, -_MOST_INDEX - 1, _MOST_INDEX, hint=hint)
+    check_choice("reduction", reduction, ("mean", "sum"))
+    if soft_cap is not None:
+        check_number("soft_cap", soft_cap, above=0, hint="use None to leave logits unchanged")
+    check_number("z_loss", z_loss, least=0, hint="use 0 to add nothing; 1e-4 is common")
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size, hint="leave it out to choose it by the size of the vocabulary")
+    else:
         chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
     num_sequences = max(1, labels.size // labels.shape[-1])
     parts = num_token_shards(labels.shape[-1], (h, labels))
@@ -172,12 +179,9 @@ def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labe
     zeros = jax.tree.map(
         lambda leaf: initial_carry(args, leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained
     )
-    carry = (
-        initial_carry(args, (), jnp.float32),
-        uniformly_varying((jnp.zeros_like(h), *args))[0] if is_h_perturbed else None,
-        zeros,
-    )
-    total, dh, dleaves = _over_chunks(labels.shape[-1], options.chunk, body, carry)
+    total = initial_carry(args, (), jnp.float32)
+    dh = uniformly_varying((jnp.zeros_like(h), *args))[0] if is_h_perturbed else None
+    total, dh, dleaves = _over_chunks(labels.shape[-1], options.chunk, body, (total, dh, zeros))
     # Empty arrays carry the dtypes of the trained leaves to the backward pass.
     return total, (dh, dleaves, jax.tree.map(lambda leaf: jnp.zeros_like(leaf, shape=(0,)), trained))
 
@@ -335,14 +339,3 @@ def _check_arrays(h: Any, head: Any, labels: Any) -> None:
     if h.ndim < 2 or h.shape[:-1] != labels.shape or not labels.shape[-1]:
         expected = "h and labels must have shapes [..., T, D] and [..., T] with T at least 1"
         raise StructureError(f"{expected}, not {h.shape} and {labels.shape}")
-
-
-def _check_options(ignore_index: Any, chunk_size: Any, reduction: Any, soft_cap: Any, z_loss: Any) -> None:
-    hint = "if no position is ignored, pass an integer that is not a label"
-    check_integer("ignore_index", ignore_index, -_MOST_INDEX - 1, _MOST_INDEX, hint=hint)
-    if chunk_size is not None:
-        check_integer("chunk_size", chunk_size, hint="leave it out to choose it by the size of the vocabulary")
-    check_choice("reduction", reduction, ("mean", "sum"))
-    if soft_cap is not None:
-        check_number("soft_cap", soft_cap, above=0, hint="use None to leave logits unchanged")
-    check_number("z_loss", z_loss, least=0, hint="use 0 to add nothing; 1e-4 is common")

@@ -31,13 +31,12 @@ from ..hlo import (
     host_outputs,
     lowered_leaves,
     named_leaves,
-    output_paths,
     positions,
 )
 from ..report import DERIVED_ROLES, Buffer, MemoryReport, Space, SpaceBytes, live_bytes
 from ..targets import Target, resolve_target
 from ._isolation import run_isolated
-from ._owners import OwnerFinder, Owners
+from ._owners import Owners
 
 Role = int | str | Sequence[int | str]
 """Arguments of a role: a position, a keyword, or several of these."""
@@ -128,9 +127,7 @@ def compile(
         Nothing is allocated on the target. This process keeps the compiler's memory; `analyze` can compile in a
         separate process.
     """
-    program = compile_program(
-        fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
-    )
+    program = compile_program(fn, args, kwargs, target, donate_argnums, static_argnums)
     return Program(**{field.name: getattr(program, field.name) for field in dataclasses.fields(program)})
 
 
@@ -184,9 +181,7 @@ def analyze(
         return run_isolated(analyze, fn, args, options, resolve_target(target))
     # Check the roles before the compiler, which may take minutes.
     _roles_by_argument(roles or {}, len(args), list(kwargs), positions("static_argnums", static_argnums, len(args)))
-    program = compile_program(
-        fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
-    )
+    program = compile_program(fn, args, kwargs, target, donate_argnums, static_argnums)
     return examine(program, roles)[0]
 
 
@@ -219,33 +214,54 @@ def analyze_compiled(
     Memory:
         Reads the compiler's report; compiles and allocates nothing.
     """
-    resolved_target = resolve_target(target)
-    _check_platform(compiled, resolved_target)
+    goal = resolve_target(target)
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    platforms = {device.platform for sharding in shardings for device in sharding.device_set}
+    if platforms and platforms != {goal.platform}:
+        problem = f"the program was compiled for {', '.join(sorted(platforms))}, not for target {goal.name!r}"
+        raise TargetError(problem, hint="pass the target of the compilation")
     if compiled.memory_analysis() is None:
-        problem = f"the compiler for {resolved_target.name!r} does not report memory"
+        problem = f"the compiler for {goal.name!r} does not report memory"
         raise TargetError(problem, hint='analyze for another target, such as "v5e:2x2"')
     num_static = len(static_argnums) if isinstance(static_argnums, Sequence) else int(static_argnums is not None)
     static = positions("static_argnums", static_argnums, len(compiled.args_info[0]) + num_static)
-    leaves = argument_leaves(compiled)
-    paths = frozenset(leaf.path for leaf in leaves if leaf.on_host)
-    figures = _Figures.of_compiled(compiled, leaves)
-    return _examine(resolved_target, compiled, figures, None, roles, static, paths, ())[0]
+    program = CompiledProgram(target=goal, lowered=None, jaxpr=None, hlo=None, static=static, _compiled=compiled)
+    return examine(program, roles)[0]
 
 
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
     """Return the report of a program and the owners of its buffers; without the compiler's dump, no owners (None)."""
+    target, hlo, static = program.target, program.hlo, program.static
     if program.error is not None:  # a program that did not fit has allocations but no executable
         stages = program.lowered
-        figures = _Figures.of_allocations(program.hlo, lowered_leaves(stages, program.hlo, program.argument_names))
+        figures = _Figures.of_allocations(hlo, lowered_leaves(stages, hlo))
     else:
         stages = program.compiled
         leaves = argument_leaves(stages)
-        if program.hlo is not None and leaves and not any(leaf.kept for leaf in leaves):
-            leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names, stages)
-        figures = _Figures.of_compiled(stages, leaves, program.hlo)
-    return _examine(
-        program.target, stages, figures, program.hlo, roles, program.static, program.host_paths, program.argument_names
-    )
+        if hlo is not None and leaves and not any(leaf.kept for leaf in leaves):
+            leaves = lowered_leaves(program.lowered, hlo, stages)
+        is_aliased = aliased(stages, leaves) if hlo is None else aliased_in(hlo, leaves)
+        figures = _Figures.of_stats(stages.memory_analysis(), leaves, host_outputs(stages), is_aliased)
+    num_args = len(stages.args_info[0]) + len(static)
+    roles_by_argument = _roles_by_argument(roles or {}, num_args, list(stages.args_info[1]), static)
+    leaf_roles = [roles_by_argument.get(leaf.argument, "other") for leaf in figures.leaves]
+    dynamic = [position for position in range(num_args) if position not in static]
+    figures = dataclasses.replace(figures, leaves=[_with_call_position(leaf, dynamic) for leaf in figures.leaves])
+    placement = _host_placement(target, figures, program.host_paths)
+    figures = dataclasses.replace(figures, leaves=_with_names(figures.leaves, program.argument_names))
+    owners = None
+    notes = (_HOST_NOTES[target.platform],) if placement.leaves or placement.outputs else ()
+    if target.platform == "gpu" and target.is_ahead_of_time and not has_cudnn():
+        notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with cuDNN may use other kernels")
+    if hlo is not None:
+        # Not `out_info`, which JAX cannot compute for programs with ordered effects.
+        numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
+        outputs = [path for path, _ in leaves_with_paths(numbers)]
+        owners = Owners(hlo, figures.leaves, leaf_roles, outputs, figures.totals)
+        notes = (*notes, *_uncounted_notes(owners, target))
+    else:
+        notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
+    return _report(target, figures, owners, leaf_roles, [*(roles or {}), "other"], placement, notes), owners
 
 
 def examine_dump(hlo: Any, target: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
@@ -254,7 +270,7 @@ def examine_dump(hlo: Any, target: Target, stats: Any, roles: Mapping[str, str])
     leaves = named_leaves(hlo)
     figures = _Figures.of_allocations(hlo, leaves) if stats is None else _Figures.of_stats(stats, leaves, {}, [])
     leaf_roles = [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
-    owners = OwnerFinder(hlo, leaves, leaf_roles, output_paths(hlo)).find(figures.totals)
+    owners = Owners(hlo, leaves, leaf_roles, None, figures.totals)
     return _report(target, figures, owners, leaf_roles, list(dict.fromkeys(leaf_roles)), _HostPlacement({}, {})), owners
 
 
@@ -271,11 +287,6 @@ class _Figures:
     """For every leaf, whether an output is written into its buffer."""
     has_totals: bool = True
     """Whether XLA reported totals in addition to the allocations."""
-
-    @classmethod
-    def of_compiled(cls, compiled: Any, leaves: list[ArgumentLeaf], hlo: Any = None) -> _Figures:
-        is_aliased = aliased(compiled, leaves) if hlo is None else aliased_in(hlo, leaves)
-        return cls.of_stats(compiled.memory_analysis(), leaves, host_outputs(compiled), is_aliased)
 
     @classmethod
     def of_stats(
@@ -307,49 +318,13 @@ class _Figures:
             allocations = [a for a in hlo.assignment.allocations if a.color == color and not a.is_thread_local]
             arguments = sum(a.size for a in allocations if a.is_entry_parameter)
             alias = sum(a.size for a in allocations if a.is_entry_parameter and a.is_parameter_aliased_with_output)
-            outputs = sum(
-                a.size for a in allocations if a.maybe_live_out and not (a.is_entry_parameter or a.is_constant)
-            )
+            computed = [a for a in allocations if not (a.is_entry_parameter or a.is_constant)]
+            outputs = sum(a.size for a in computed if a.maybe_live_out)
             temporaries = sum(a.size for a in allocations) - arguments - outputs
-            spaces.append(
-                SpaceBytes(
-                    argument_bytes=arguments, output_bytes=outputs + alias, alias_bytes=alias, temp_bytes=temporaries
-                )
-            )
+            sizes = {"argument_bytes": arguments, "output_bytes": outputs + alias, "temp_bytes": temporaries}
+            spaces.append(SpaceBytes(**sizes, alias_bytes=alias))
         device, host = spaces
         return cls(leaves, device, host, {}, [False] * len(leaves), has_totals=False)
-
-
-def _examine(
-    target: Target,
-    stages: Any,
-    figures: _Figures,
-    hlo: Any,
-    roles: Mapping[str, Role] | None,
-    static: Sequence[int],
-    host_paths: frozenset[str],
-    leaf_names: Sequence[str],
-) -> tuple[MemoryReport, Owners | None]:
-    num_args = len(stages.args_info[0]) + len(static)
-    roles_by_argument = _roles_by_argument(roles or {}, num_args, list(stages.args_info[1]), static)
-    leaf_roles = [roles_by_argument.get(leaf.argument, "other") for leaf in figures.leaves]
-    dynamic = [position for position in range(num_args) if position not in static]
-    figures = dataclasses.replace(figures, leaves=[_with_call_position(leaf, dynamic) for leaf in figures.leaves])
-    placement = _host_placement(target, figures, host_paths)
-    figures = dataclasses.replace(figures, leaves=_with_names(figures.leaves, leaf_names))
-    owners = None
-    notes = (_HOST_NOTES[target.platform],) if placement.leaves or placement.outputs else ()
-    if target.platform == "gpu" and target.is_ahead_of_time and not has_cudnn():
-        notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with cuDNN may use other kernels")
-    if hlo is not None:
-        # Not `out_info`, which JAX cannot compute for programs with ordered effects.
-        numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
-        outputs = [path for path, _ in leaves_with_paths(numbers)]
-        owners = OwnerFinder(hlo, figures.leaves, leaf_roles, outputs).find(figures.totals)
-        notes = (*notes, *_uncounted_notes(owners, target))
-    else:
-        notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
-    return _report(target, figures, owners, leaf_roles, [*(roles or {}), "other"], placement, notes), owners
 
 
 def _report(
@@ -362,7 +337,15 @@ def _report(
     notes: tuple[str, ...] = (),
 ) -> MemoryReport:
     """Build the report of a program; `names` are the roles to list, even with zero bytes."""
-    device, host = _space_bytes(figures, placement)
+    device, host = (
+        dataclasses.replace(
+            space,
+            argument_bytes=space.argument_bytes + sign * sum(placement.leaves.values()),
+            output_bytes=space.output_bytes + sign * placement.output_bytes,
+            alias_bytes=space.alias_bytes + sign * placement.alias_bytes,
+        )
+        for space, sign in ((figures.device, -1), (figures.host, 1))
+    )
     buffers = owners.buffers if owners else _coarse_buffers(figures, leaf_roles)
     buffers = tuple(placement.apply(buffer, figures.leaves) for buffer in buffers)
     peak_moment = owners.peak_moment if owners else 0
@@ -432,16 +415,6 @@ def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
         f"{format_bytes(total)} of constants that the function closes over are part of the program and {accounting} "
         f"(the largest: {array}{location}); arguments would have an owner",
     )
-
-
-def _check_platform(compiled: Any, target: Target) -> None:
-    shardings = [s for s in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)) if s is not None]
-    platforms = {device.platform for sharding in shardings for device in sharding.device_set}
-    if platforms and platforms != {target.platform}:
-        raise TargetError(
-            f"the program was compiled for {', '.join(sorted(platforms))}, not for target {target.name!r}",
-            hint="pass the target of the compilation",
-        )
 
 
 # --- roles and paths of arguments ------------------------------------------------------------------------------------
@@ -530,30 +503,17 @@ class _HostPlacement:
 
 
 def _host_placement(target: Target, figures: _Figures, host_paths: frozenset[str]) -> _HostPlacement:
-    host_leaves = [
-        index for index, leaf in enumerate(figures.leaves) if leaf.kept and (leaf.on_host or leaf.path in host_paths)
-    ]
     # The compilers for a TPU and for a present GPU count host arguments as host memory. A compile-only GPU has no
     # memories (`addressable_memories() == []`), so its compiler drops the memory kind of arguments.
     if target.platform == "tpu" or figures.host.argument_bytes or figures.host.output_bytes:
         return _HostPlacement({}, {})
-    return _HostPlacement(
-        {index: figures.leaves[index].num_bytes for index in host_leaves},
-        figures.host_outputs,
-        sum(figures.leaves[index].num_bytes for index in host_leaves if figures.is_aliased[index]),
-    )
-
-
-def _space_bytes(figures: _Figures, placement: _HostPlacement) -> tuple[SpaceBytes, SpaceBytes]:
-    def with_placement(space: SpaceBytes, sign: int) -> SpaceBytes:
-        return dataclasses.replace(
-            space,
-            argument_bytes=space.argument_bytes + sign * sum(placement.leaves.values()),
-            output_bytes=space.output_bytes + sign * placement.output_bytes,
-            alias_bytes=space.alias_bytes + sign * placement.alias_bytes,
-        )
-
-    return with_placement(figures.device, -1), with_placement(figures.host, 1)
+    leaves = {
+        index: leaf.num_bytes
+        for index, leaf in enumerate(figures.leaves)
+        if leaf.kept and (leaf.on_host or leaf.path in host_paths)
+    }
+    alias_bytes = sum(num_bytes for index, num_bytes in leaves.items() if figures.is_aliased[index])
+    return _HostPlacement(leaves, figures.host_outputs, alias_bytes)
 
 
 # A compile-only GPU has no host memory, so its program reads host arguments in place. A real GPU copies them to the
@@ -585,13 +545,12 @@ class _HostCopies:
     """The copies of arguments, found by following their memory through the program."""
 
     def __init__(self, owners: Owners) -> None:
-        self.owners, self.graph = owners, owners.dataflow.graph
+        self.owners, self.graph = owners, owners.graph
 
     def buffers(self, leaves: Collection[int]) -> Iterator[Buffer]:
         for index in leaves:
-            if index not in self.owners.parameter_of:
+            if (parameter := self.owners.parameter_of.get(index)) is None:
                 continue
-            parameter = self.owners.parameter_of[index]
             full_reads, slice_reads = self._read_ranges(index, parameter)
             leaf = self.owners.leaves[index]
             for (start, end), num_bytes in {**slice_reads, **dict.fromkeys(full_reads, leaf.num_bytes)}.items():
@@ -678,9 +637,7 @@ def _definition_position(graph: Graph, value: Value) -> int:
     while True:
         instr_id = _scheduled_instruction(graph, value[0])
         aliases = [source for source, edge in graph.sources(value) if edge == Edge.ALIAS and source not in visited]
-        if instr_id is not None and graph.instructions[instr_id].opcode == "fusion":
-            return graph.positions[instr_id][0]
-        if not aliases:
+        if not aliases or (instr_id is not None and graph.instructions[instr_id].opcode == "fusion"):
             return graph.positions[instr_id][0] if instr_id is not None else 0
         value = aliases[0]
         visited.add(value)
@@ -688,9 +645,7 @@ def _definition_position(graph: Graph, value: Value) -> int:
 
 def _scheduled_instruction(graph: Graph, instr_id: int) -> int | None:
     """Return the scheduled instruction that runs an instruction, such as the fusion around it; None without one."""
-    while instr_id not in graph.positions:
-        caller = graph.caller(instr_id)
-        if caller is None:
-            return None
-        instr_id = caller
-    return instr_id
+    scheduled_id: int | None = instr_id
+    while scheduled_id is not None and scheduled_id not in graph.positions:
+        scheduled_id = graph.caller(scheduled_id)
+    return scheduled_id

@@ -166,7 +166,7 @@ class Dataflow:
         return self._user_scopes[instr_id]
 
     def _nearest_scope(self, start: list[Value], edges: Mapping[Value, Sequence[tuple[Value, Edge]]]) -> int | None:
-        """Return the first instruction with a scope that is reachable over the edges in `step`, or None."""
+        """Return the first instruction with a scope that is reachable over `edges`, or None."""
         values = reachable(start, lambda value: [neighbour for neighbour, _ in edges.get(value, ())])
         return next((instr_id for instr_id, _ in values if self._scopes[instr_id]), None)
 
@@ -182,7 +182,7 @@ class Dataflow:
                 s for s, edge in sources if edge != Edge.COMPUTE and s not in visited and not self.is_constant(s)
             ]
             visited.update(unvisited)
-            if self.graph.is_loop_state(candidate):
+            if self.graph.instructions[candidate[0]].opcode == "while" or self.graph.loop_of(candidate) is not None:
                 # Search the values of a loop's iterations before its initial values.
                 initial_values = {source for source, _ in sources[:1]}
                 initial_frontier.extend(source for source in unvisited if source in initial_values)
@@ -200,11 +200,10 @@ class Dataflow:
             late_values = (
                 v for v in self._values if scope_passes[v[0]] in ("backward", "recompute") and v[0] not in open_ids
             )
-            required_ids = {
-                instr_id
-                for instr_id, _ in reachable(late_values, lambda value: [source for source, _ in self._sources[value]])
-            }
-            scope_passes |= {instr_id: "forward" for instr_id in open_ids & required_ids}
+            required_values = reachable(late_values, lambda value: [source for source, _ in self._sources[value]])
+            for instr_id, _ in required_values:
+                if instr_id in open_ids:
+                    scope_passes[instr_id] = "forward"
         return scope_passes
 
     def _find_phases(self) -> dict[Value, Pass]:
@@ -317,10 +316,8 @@ class Dataflow:
         return {
             origin
             for value, origin in self._copies.items()
-            if isinstance(origin, int)
-            and any(
-                edge == Edge.COMPUTE and self._passes.get(u[0]) is not None for u, edge in self.users.get(value, ())
-            )
+            for user, edge in self.users.get(value, ())
+            if isinstance(origin, int) and edge == Edge.COMPUTE and self._passes.get(user[0]) is not None
         }
 
     def follow_gradients(self, replaced: Mapping[Value, int]) -> None:
@@ -351,9 +348,8 @@ class Dataflow:
         for value, leaf in list(self._gradients.items()):
             # Not for vectors: the gradient of a bias is a sum of cotangents of activations.
             if sum(dim > 1 for dim in dims.get(leaf, ())) > 1:
-                self._gradients.update(
-                    {summand: leaf for summand in self._summands(value) if summand not in self._gradients}
-                )
+                for summand in self._summands(value):
+                    self._gradients.setdefault(summand, leaf)
 
     def _summands(self, total: Value) -> set[Value]:
         """Return the stacked gradients of a leaf (per example, task or microbatch) whose sum is a value."""
@@ -372,8 +368,12 @@ class Dataflow:
         if stack == total:
             return set()
 
+        def is_summand(value: Value) -> bool:
+            is_late = self.phases[value] in ("backward", "update") and not self._is_argument_data(value)
+            return is_late and self.graph.num_elements(value) == self.graph.num_elements(stack)
+
         def neighbours(edges: Mapping[Value, Sequence[tuple[Value, Edge]]], value: Value) -> list[Value]:
-            return [neighbour for neighbour, _ in edges.get(value, ()) if self._is_summand(neighbour, stack)]
+            return [neighbour for neighbour, _ in edges.get(value, ()) if is_summand(neighbour)]
 
         def elementwise_sources(value: Value) -> list[Value]:
             return [] if self.graph.instructions[value[0]].opcode in _MIXING else neighbours(self._sources, value)
@@ -404,11 +404,6 @@ class Dataflow:
             if 1 < count and count * self.graph.num_elements(value) == self.graph.num_elements(stack):
                 return stack
         return None
-
-    def _is_summand(self, value: Value, stack: Value) -> bool:
-        graph = self.graph
-        is_late = self.phases[value] in ("backward", "update") and not self._is_argument_data(value)
-        return is_late and graph.num_elements(value) == graph.num_elements(stack)
 
     def _cotangent_sums(self) -> set[Value]:
         """Return the values of the update that depend only on cotangents: accumulators, clipped gradients."""
@@ -494,12 +489,7 @@ def _levels(scope: str) -> str:
 
 
 def first_scope(scope: str) -> str:
-    """Return the first of several scopes, which a compiler joins for merged operations: ``a;b`` or ``(a:b)``.
-
-    Examples:
-        >>> first_scope("jit(f)/mul;jit(f)/add"), first_scope("(jit(f)/mul:jit(f)/add)"), first_scope("jit(f)/mul")
-        ('jit(f)/mul', 'jit(f)/mul', 'jit(f)/mul')
-    """
+    """Return the first of several scopes, which a compiler joins for merged operations: ``a;b`` or ``(a:b)``."""
     if scope.startswith("(") and ":" in scope:
         scope = scope[1:].partition(":")[0]
     return scope.partition(";")[0]

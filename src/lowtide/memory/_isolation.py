@@ -35,8 +35,11 @@ def run_isolated(
     """Run `lowtide.memory.analyze` in a child process, with arrays among `args` sent as shapes."""
     shapes = [_arrays_to_shapes(arg) for arg in args]
     call = {**options, "kwargs": {key: _arrays_to_shapes(value) for key, value in options["kwargs"].items()}}
+    # JAX's current options, including those set by a context manager.
+    values = {name: getattr(jax.config, name, None) for name in jax.config.values}
+    configuration = {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
     try:
-        payload = pickle.dumps(_configuration()) + _pickle((analyze, fn, shapes, call, target), target)
+        payload = pickle.dumps(configuration) + _pickle((analyze, fn, shapes, call, target), target)
     except (TypeError, pickle.PicklingError, AttributeError, ValueError) as error:
         raise StructureError(
             f"the function or its arguments cannot be sent to a separate process: {str(error).splitlines()[0]}",
@@ -77,12 +80,6 @@ def _pickle(value: Any, target: Target) -> bytes:
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
     return buffer.getvalue()
-
-
-def _configuration() -> dict[str, Any]:
-    """Return JAX's current options, including those set by a context manager."""
-    options = {name: getattr(jax.config, name, None) for name in jax.config.values}
-    return {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
 
 
 def _target_device(target: Target, index: int) -> Any:

@@ -112,7 +112,11 @@ class Job:
         what = what or getattr(maker, "__name__", "the function")
         if not callable(maker):
             raise ConfigError(f"{what} is not a function", got=_describe(maker), hint=f"write one returning {_FORMS}")
-        if takes_target(maker):
+        try:
+            takes_target = "target" in inspect.signature(maker).parameters
+        except (TypeError, ValueError):  # a builtin without a signature
+            takes_target = False
+        if takes_target:
             settings["target"] = resolve_target(target)
         return cls.of(maker(*values, **settings), f"the return value of {what}")
 
@@ -133,14 +137,6 @@ class Job:
         """
         options: dict[str, Any] = {"donate_argnums": self.donate_argnums, "static_argnums": self.static_argnums}
         return analyze(self.fn, *self.args, target=target, roles=self.roles, **options, **self.kwargs)
-
-
-def takes_target(maker: Callable[..., Any]) -> bool:
-    """Return whether a function has a parameter named ``target``."""
-    try:
-        return "target" in inspect.signature(maker).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return False
 
 
 def _check_fields(fields: dict[str, Any], description: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ any value) are listed as unattributed. So the buffers at the peak always add up 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import re
@@ -23,139 +22,107 @@ from ..hlo import (
     Graph,
     Segment,
     Value,
-    peak_position,
+    parameter_arrays,
     reachable,
     segments,
 )
-from ..report import Buffer, Space, SpaceBytes
+from ..report import Buffer, Space, SpaceBytes, live_bytes
 from ._dataflow import Dataflow, first_scope
 
-_SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
 _PASS_ROLES = {"backward": "cotangents", "recompute": "recomputed"}
 """Roles of values to which no other rule applies, by the pass that makes them."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Owners:
-    """All buffers of a program, with lifetimes as positions in its schedule."""
+    """All buffers of a program from `read_hlo`, with lifetimes as positions in its schedule.
 
-    buffers: tuple[Buffer, ...]
-    moments: tuple[str, ...]
-    peak_moment: int
-    host_peak_moment: int
-    dataflow: Dataflow
-    leaves: Sequence[ArgumentLeaf]
-    outputs: Sequence[str]
-    """The tree path of every leaf of the function's result; a result that is one array has the empty path."""
-    parameters: Mapping[Value, int]
-    """Argument leaf of each array of the entry's parameters."""
-    results: Mapping[Value, int]
-    """Output leaf of each array of the entry's result."""
-    replaced: Mapping[Value, int]
-    """Argument leaf that an array of the entry's result replaces, or whose gradient it is."""
-    uncounted: tuple[Buffer, ...]
-    """Constants that the compiler's figures exclude, as on a CPU; they are not in `buffers`."""
-    in_place: Mapping[Value, int]
-    """Argument leaf whose buffer holds an array of the entry's result."""
+    Args:
+        hlo: the program.
+        leaves: its argument leaves.
+        roles: the role of each leaf.
+        outputs: the tree path of every leaf of the function's result; a result that is one array has the empty path.
+            None stands for the numbers of the leaves.
+        totals: XLA's totals, to which the buffers at the peak add up; None after a failed compilation, which has none.
+    """
 
-    @functools.cached_property
-    def parameter_of(self) -> Mapping[int, Value]:
+    def __init__(
+        self,
+        hlo: Any,
+        leaves: Sequence[ArgumentLeaf],
+        roles: Sequence[str],
+        outputs: Sequence[str] | None,
+        totals: Mapping[Space, SpaceBytes] | None,
+    ) -> None:
+        self.leaves, self.roles = leaves, roles
+        self.graph = Graph(hlo.module)
+        self.last_position = max(len(self.graph.order) - 1, 0)
+        self.entry = {i.parameter_number: i for i in self.graph.entry.instructions if i.opcode == "parameter"}
+        places = [place for place, _ in parameter_arrays(hlo)]
+        kept = [index for index, leaf in enumerate(leaves) if leaf.kept]
+        offset = max(len(places) - len(kept), 0)  # tokens, and constants that JAX hoisted, come first
+        self.places = {
+            (number, index): ((self.entry[number].id, index), leaf)
+            for (number, index), leaf in zip(places[offset:], kept, strict=False)
+        }
+        self.parameters: dict[Value, int] = dict(self.places.values())
+        """Argument leaf of each array of the entry's parameters."""
+        self.parameter_of = {leaf: value for value, leaf in self.parameters.items()}
         """Array of the entry's parameters by argument leaf, without leaves that the program dropped."""
-        return {leaf: value for value, leaf in self.parameters.items()}
+        root = self.graph.instructions[self.graph.entry.root_id].proto
+        values: list[Value] = [(root.id, (index,)) for index in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
+        numbers = [str(index) for index in range(len(root.shape.tuple_shapes))] or [""]
+        self.outputs = numbers if outputs is None else outputs
+        offset = max(len(values) - len(self.outputs), 0)  # tokens come first
+        self.results = {value: leaf for leaf, value in enumerate(values[offset:])}
+        """Output leaf of each array of the entry's result."""
+        entries = hlo.module.input_output_alias.entries
+        aliases = {tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
+        self.in_place = {v: self.places[place][1] for v in self.results if (place := aliases.get(v[1])) in self.places}
+        """Argument leaf whose buffer holds an array of the entry's result."""
+        self.dataflow = Dataflow(self.graph, self.parameters)
+        paths = {value: self.path_of(value) for value in self.results}
+        self.replaced = _match_results(self.dataflow, leaves, self.parameters, paths, self.in_place)
+        """Argument leaf that an array of the entry's result replaces, or whose gradient it is."""
+        self.dataflow.follow_gradients(self.replaced)
+        self.output_paths = self._output_paths(paths)
+        self.logical_buffers = {
+            b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index)) for b in hlo.assignment.logical_buffers
+        }
+        self.moments = tuple(map(self._moment, self.graph.order)) or ("",)
+        self.uncounted = list[Buffer]()
+        """Constants that the compiler's figures exclude, as on a CPU; they are not in `buffers`."""
+        device_buffers, self.peak_moment = self._find_buffers("device", DEVICE_COLOR, hlo.assignment, totals)
+        host_buffers, self.host_peak_moment = self._find_buffers("host", HOST_COLOR, hlo.assignment, totals)
+        self.buffers = tuple(buffer for buffer in (*device_buffers, *host_buffers) if buffer.num_bytes)
 
     def path_of(self, result: Value) -> str:
         """Return the path of the output leaf of an array of the entry's result."""
         return self.outputs[self.results[result]]
 
-
-class OwnerFinder:
-    """Assign an owner to every byte of an optimised program from `read_hlo`."""
-
-    def __init__(self, hlo: Any, leaves: Sequence[ArgumentLeaf], roles: Sequence[str], outputs: Sequence[str]) -> None:
-        self.hlo, self.leaves, self.roles, self.outputs = hlo, leaves, roles, outputs
-        self.graph = Graph(hlo.module)
-        self.last_position = max(len(self.graph.order) - 1, 0)
-        self.entry = {i.parameter_number: i for i in self.graph.entry.instructions if i.opcode == "parameter"}
-        self.parameters = self._match_parameters()
-        self.places = {
-            (self.graph.instructions[instr_id].proto.parameter_number, index): ((instr_id, index), leaf)
-            for (instr_id, index), leaf in self.parameters.items()
-        }
-        self.results = self._match_outputs()
-        entries = hlo.module.input_output_alias.entries
-        aliases = {tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
-        self.in_place = {v: self.places[place][1] for v in self.results if (place := aliases.get(v[1])) in self.places}
-        self.paths = [leaf.path for leaf in leaves]
-        self.flow = Dataflow(self.graph, self.parameters)
-        self.uncounted = list[Buffer]()
-        paths = {value: outputs[leaf] for value, leaf in self.results.items()}
-        self.replaced = _match_results(self.flow, leaves, self.parameters, paths, self.in_place)
-        self.flow.follow_gradients(self.replaced)
-        self.output_paths = {value: outputs[leaf] for value, leaf in self._output_leaves().items()}
-        self.logical_buffers = {
-            b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index)) for b in hlo.assignment.logical_buffers
-        }
-
-    def find(self, totals: Mapping[Space, SpaceBytes] | None) -> Owners:
-        """Return the owners; buffers at the peak add up to `totals`. A failed compilation has no totals (None)."""
-        buffers: dict[Space, list[Buffer]] = {"device": [], "host": []}
-        peaks: dict[Space, int] = {}
-        for color, space in _SPACES.items():
-            allocations = [
-                a for a in self.hlo.assignment.allocations if a.color == color and not a.is_thread_local and a.size > 0
-            ]
-            arguments = [self._argument(space, a) for a in allocations if a.is_entry_parameter]
-            constants = [self._constant(space, a) for a in allocations if a.is_constant]
-            computed = [a for a in allocations if not (a.is_entry_parameter or a.is_constant)]
-            results = self._outputs(space, [a for a in computed if a.maybe_live_out])
-            heaps = [(a, segments(self.graph, self.hlo.assignment, a)) for a in computed if not a.maybe_live_out]
-            peak = peaks[space] = peak_position([s for _, s in heaps], self.last_position + 1)
-            temporaries = [self._temporary(space, s) for _, heap_segments in heaps for s in heap_segments]
-            for allocation, heap_segments in heaps:
-                # A heap is reserved as a whole. Its unused bytes at the peak are fragmentation.
-                unused = max(allocation.size - sum(s.size for s in heap_segments if s.start <= peak <= s.end), 0)
-                temporaries.append(
-                    Buffer(space=space, role="fragmentation", phase="", num_bytes=unused, start=peak, end=peak)
-                )
-            heap_bytes = sum(a.size for a, _ in heaps)
-            code = self._remaining_buffers(space, arguments, results, constants, heap_bytes, totals)
-            if (excess := -code[-1].num_bytes if code else 0) > 0:
-                temporaries, code = _trim(temporaries, excess, peak), code[:-1]
-            buffers[space] = [*arguments, *results, *temporaries, *constants, *code]
-        return Owners(
-            buffers=tuple(buffer for space_buffers in buffers.values() for buffer in space_buffers if buffer.num_bytes),
-            moments=tuple(self._moment(instr_id) for instr_id in self.graph.order) or ("",),
-            peak_moment=peaks["device"],
-            host_peak_moment=peaks["host"],
-            dataflow=self.flow,
-            leaves=self.leaves,
-            outputs=self.outputs,
-            parameters=self.parameters,
-            results=self.results,
-            replaced=self.replaced,
-            uncounted=tuple(self.uncounted),
-            in_place=self.in_place,
-        )
+    def _find_buffers(
+        self, space: Space, color: int, assignment: Any, totals: Mapping[Space, SpaceBytes] | None
+    ) -> tuple[list[Buffer], int]:
+        """Return the buffers of a memory space, and the position at which most of its bytes are alive."""
+        allocations = [a for a in assignment.allocations if a.color == color and not a.is_thread_local and a.size > 0]
+        arguments = [self._argument(space, a) for a in allocations if a.is_entry_parameter]
+        constants = [self._constant(space, a) for a in allocations if a.is_constant]
+        computed = [a for a in allocations if not (a.is_entry_parameter or a.is_constant)]
+        results = self._outputs(space, [a for a in computed if a.maybe_live_out])
+        heaps = [(a, segments(self.graph, assignment, a)) for a in computed if not a.maybe_live_out]
+        temporaries = [self._temporary(space, s) for _, heap_segments in heaps for s in heap_segments]
+        live = live_bytes(temporaries, self.last_position + 1)
+        peak = live.index(max(live))
+        for allocation, heap_segments in heaps:
+            # A heap is reserved as a whole. Its unused bytes at the peak are fragmentation.
+            unused = max(allocation.size - sum(s.size for s in heap_segments if s.start <= peak <= s.end), 0)
+            temporaries += [Buffer(space=space, role="fragmentation", phase="", num_bytes=unused, start=peak, end=peak)]
+        heap_bytes = sum(a.size for a, _ in heaps)
+        code = self._remaining_buffers(space, arguments, results, constants, heap_bytes, totals)
+        if (excess := -code[-1].num_bytes if code else 0) > 0:
+            temporaries, code = _trim(temporaries, excess, peak), code[:-1]
+        return [*arguments, *results, *temporaries, *constants, *code], peak
 
     # --- arguments and outputs ---------------------------------------------------------------------------------------
-
-    def _match_parameters(self) -> dict[Value, int]:
-        """Match every array of the entry's parameters with its argument leaf."""
-        entry = [self.entry[number] for number in sorted(self.entry)]
-        if len(entry) == 1 and entry[0].shape.tuple_shapes:
-            values: list[Value] = [(entry[0].id, (index,)) for index in range(len(entry[0].shape.tuple_shapes))]
-        else:
-            values = [(i.id, ()) for i in entry]
-        leaf_indices = [index for index, leaf in enumerate(self.leaves) if leaf.kept]
-        offset = max(len(values) - len(leaf_indices), 0)  # tokens, and constants that JAX hoisted, come first
-        return dict(zip(values[offset:], leaf_indices, strict=False))
-
-    def _match_outputs(self) -> dict[Value, int]:
-        """Match every array of the entry's result with its leaf of the function's result."""
-        root = self.graph.instructions[self.graph.entry.root_id].proto
-        values: list[Value] = [(root.id, (index,)) for index in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
-        offset = max(len(values) - len(self.outputs), 0)  # tokens come first
-        return {value: leaf for leaf, value in enumerate(values[offset:])}
 
     def _argument(self, space: Space, allocation: Any) -> Buffer:
         number, index = allocation.parameter_number, tuple(allocation.parameter_shape_index)
@@ -174,8 +141,10 @@ class OwnerFinder:
             value: index for index, allocation in enumerate(allocations) for value in self._values_in(allocation)
         }
         aliases: dict[int, tuple[Value, int]] = {}
+        sources = self.dataflow.sources
         for output, leaf in self.results.items():
-            if (alias := self._output_alias(output, holders)) is not None:
+            names = reachable([output], lambda node: [s for s, edge in sources(node) if edge == Edge.ALIAS])
+            if (alias := next((value for value in names if value in holders), None)) is not None:
                 aliases.setdefault(holders[alias], (alias, leaf))
         return [self._output(space, allocation, aliases.get(index)) for index, allocation in enumerate(allocations)]
 
@@ -183,25 +152,20 @@ class OwnerFinder:
         if alias is None:
             return self._whole_buffer(space, allocation, "outputs", "", "output", None, operation="table of outputs")
         value, leaf = alias
-        return self._whole_buffer(space, allocation, "outputs", self.outputs[leaf], self.flow.phase(value), value)
+        return self._whole_buffer(space, allocation, "outputs", self.outputs[leaf], self.dataflow.phase(value), value)
 
-    def _output_alias(self, output: Value, holders: Mapping[Value, int]) -> Value | None:
-        """Return the alias of an output that is the value of an allocation; None without one."""
-        aliases = reachable([output], lambda node: [s for s, edge in self.flow.sources(node) if edge == Edge.ALIAS])
-        return next((value for value in aliases if value in holders), None)
-
-    def _output_leaves(self) -> dict[Value, int]:
-        """Return output leaves by value, for values that are only moved into an output, and loop buffers of outputs."""
-        output_leaves = dict(self.results)
-        frontier = list(output_leaves)
+    def _output_paths(self, result_paths: Mapping[Value, str]) -> dict[Value, str]:
+        """Return the paths of results, also by values that are only moved into them, and loop buffers of results."""
+        output_paths = dict(result_paths)
+        frontier = list(output_paths)
         while frontier:
             value = frontier.pop()
             size = self.graph.num_elements(value)
-            for source, edge in self.flow.sources(value):
-                if edge != Edge.COMPUTE and source not in output_leaves and self.graph.num_elements(source) == size > 1:
-                    output_leaves[source] = output_leaves[value]
+            for source, edge in self.dataflow.sources(value):
+                if edge != Edge.COMPUTE and source not in output_paths and self.graph.num_elements(source) == size > 1:
+                    output_paths[source] = output_paths[value]
                     frontier.append(source)
-        return output_leaves
+        return output_paths
 
     def _values_in(self, allocation: Any) -> list[Value]:
         """List the values in an allocation, without tuples."""
@@ -216,19 +180,39 @@ class OwnerFinder:
     # --- temporaries -------------------------------------------------------------------------------------------------
 
     def _temporary(self, space: Space, segment: Segment) -> Buffer:
-        value = self.flow.representative(segment.value)
-        role, path = _role_of(value, self.flow, self.paths, self.output_paths)
+        value = self.dataflow.representative(segment.value)
+        role, path = self._role_of(value)
         return Buffer(
             space=space,
             role=role,
             path=path,
-            phase=self.flow.phase(value),
+            phase=self.dataflow.phase(value),
             operation=self.graph.name(segment.value),
             **self._location(value),
             **self._array_fields(segment.value, segment.size),
             start=segment.start,
             end=segment.end,
         )
+
+    def _role_of(self, value: Value) -> tuple[str, str]:
+        """Return the role of a value from `Dataflow.representative`, and the path of its argument or result."""
+        # The first rule that applies decides. A value that belongs to neither has an empty path.
+        flow = self.dataflow
+        if flow.graph.shape(value).tuple_shapes:
+            return "temporaries", ""
+        if (copied_leaf := flow.copy_of(value)) is not None:
+            return "copies", self.leaves[copied_leaf].path
+        if (gradient_leaf := flow.gradient_of(value)) is not None:
+            return "gradients", self.leaves[gradient_leaf].path
+        if flow.is_activation(value):
+            return "activations", ""
+        if value in self.output_paths:
+            return "outputs", self.output_paths[value]
+        if not flow.scope_and_source(value)[0]:
+            return "unattributed", ""
+        if flow.is_scratch(value):
+            return "workspaces", ""
+        return _PASS_ROLES.get(flow.phase(value), "temporaries"), ""
 
     def _whole_buffer(
         self, space: Space, allocation: Any, role: str, path: str, phase: Any, value: Value | None, operation: str = ""
@@ -243,7 +227,7 @@ class OwnerFinder:
         return Buffer(space=space, role=role, path=path, phase=phase, operation=operation, **fields)
 
     def _location(self, value: Value) -> dict[str, Any]:
-        scope, source = self.flow.scope_and_source(value)
+        scope, source = self.dataflow.scope_and_source(value)
         return {"scope": _readable(scope), "source": _short_source(source)}
 
     def _array_fields(self, value: Value, num_bytes: int) -> dict[str, Any]:
@@ -286,7 +270,8 @@ class OwnerFinder:
         ]
 
     def _moment(self, instr_id: int) -> str:
-        return _readable(self.flow.scope_and_source((instr_id, ()))[0]) or self.graph.instructions[instr_id].proto.name
+        scope, _ = self.dataflow.scope_and_source((instr_id, ()))
+        return _readable(scope) or self.graph.instructions[instr_id].proto.name
 
 
 def _trim(temporaries: list[Buffer], excess: int, peak: int) -> list[Buffer]:
@@ -301,32 +286,6 @@ def _trim(temporaries: list[Buffer], excess: int, peak: int) -> list[Buffer]:
 
 def _total(buffers: Sequence[Buffer]) -> int:
     return sum(buffer.num_bytes for buffer in buffers)
-
-
-# --- roles -----------------------------------------------------------------------------------------------------------
-
-
-def _role_of(
-    value: Value, flow: Dataflow, leaf_paths: Sequence[str], output_paths: Mapping[Value, str]
-) -> tuple[str, str]:
-    """Return the role of a value from `Dataflow.representative`, and the path of its argument or result."""
-    # The first rule that applies decides. A value that belongs to neither has an empty path. `output_paths` has the
-    # paths of results, by the values that are later moved into the result's buffer.
-    if flow.graph.shape(value).tuple_shapes:
-        return "temporaries", ""
-    if (copied_leaf := flow.copy_of(value)) is not None:
-        return "copies", leaf_paths[copied_leaf]
-    if (gradient_leaf := flow.gradient_of(value)) is not None:
-        return "gradients", leaf_paths[gradient_leaf]
-    if flow.is_activation(value):
-        return "activations", ""
-    if value in output_paths:
-        return "outputs", output_paths[value]
-    if not flow.scope_and_source(value)[0]:
-        return "unattributed", ""
-    if flow.is_scratch(value):
-        return "workspaces", ""
-    return _PASS_ROLES.get(flow.phase(value), "temporaries"), ""
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

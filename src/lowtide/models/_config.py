@@ -166,7 +166,14 @@ class DecoderConfig:
             hint = "change head_dim or rotary_fraction, which is partial_rotary_factor in config.json"
             raise ConfigError(problem, hint=hint)
         self._check_rope()
-        self._check_windows()
+        if self.sliding_window is not None:
+            check_integer("sliding_window", self.sliding_window)
+        layers = self.sliding_layers
+        if layers is not None and len(layers) != self.num_layers:
+            problem = f"sliding_layers must have {self.num_layers} values, one for each layer, not {len(layers)}"
+            raise ConfigError(problem, hint="in config.json, layer_types lists the layers")
+        if layers is not None and any(layers) and self.sliding_window is None:
+            raise ConfigError("layers with sliding attention need a sliding_window")
 
     @property
     def rotary_dim(self) -> int:
@@ -195,13 +202,3 @@ class DecoderConfig:
             for name in ("short_factor", "long_factor"):
                 if (size := len(getattr(scaling, name))) != count:
                     raise ConfigError(f"{name} must have {count} values, one for each frequency, not {size}")
-
-    def _check_windows(self) -> None:
-        if self.sliding_window is not None:
-            check_integer("sliding_window", self.sliding_window)
-        layers = self.sliding_layers
-        if layers is not None and len(layers) != self.num_layers:
-            problem = f"sliding_layers must have {self.num_layers} values, one for each layer, not {len(layers)}"
-            raise ConfigError(problem, hint="in config.json, layer_types lists the layers")
-        if layers is not None and any(layers) and self.sliding_window is None:
-            raise ConfigError("layers with sliding attention need a sliding_window")

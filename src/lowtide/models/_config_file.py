@@ -12,7 +12,7 @@ from ..core import ConfigError, ModelFileError, check_choice, check_integer, sho
 from ._config import DecoderConfig, RopeScaling
 from ._quantized import Scheme, scheme_of
 from .families import FAMILIES, Family, family_of
-from .families._family import COMMON, PREFIXES
+from .families._registry import COMMON, PREFIXES
 
 if TYPE_CHECKING:
     from ._schema import ConfigFile, RopeEntry
@@ -41,16 +41,14 @@ def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
     file = validate(ConfigFile, {**family.defaults, **_split_rope(raw, family, filename)}, filename, hint=_COPY_HINT)
     rope = _rope(file, family, filename)
     default_neutral = {name: values for name, values in NEUTRAL.items() if name not in family.known}
-    unknown = unhandled(file, family.known, {**default_neutral, **family.neutral})
-    if unknown:
+    if unknown := unhandled(file, family.known, {**default_neutral, **family.neutral}):
         name = next(iter(unknown))
         got = shortened(", ".join(f"{name}={shown(value)}" for name, value in unknown.items()))
         hint = f"remove {shortened(name, 80)} from the file if it does not change what {family.architecture} computes"
         raise ModelFileError(f"{filename}: {shown(name)} is not supported", got=got, hint=hint)
     for name in _DROPOUTS:
-        if getattr(file, name):
-            note = f"{name} {getattr(file, name)} is not applied; training uses no dropout"
-            warnings.warn(f"{filename}: {note}", stacklevel=3)
+        if rate := getattr(file, name):
+            warnings.warn(f"{filename}: {name} {rate} is not applied; training uses no dropout", stacklevel=3)
     for name in family.stored:
         if getattr(file, name):
             warnings.warn(f"{filename}: {name} is not applied, as in transformers", stacklevel=3)
@@ -78,14 +76,13 @@ def _decoder_fields(file: ConfigFile, family: Family, rope: RopeEntry, filename:
     """Return the fields of `DecoderConfig`, without special tokens."""
     copied = {field: getattr(file, hf_name) for field, hf_name in {**COMMON, **family.fields}.items()}
     heads = file.num_attention_heads
-    fraction = rope.partial_rotary_factor or file.partial_rotary_factor
     return {
         **{name: value for name, value in copied.items() if value is not None},
         "num_kv_heads": file.num_key_value_heads or heads,
         "head_dim": file.head_dim or file.hidden_size // heads,
         "rope_theta": rope.rope_theta or file.rope_theta or family.rope_theta,
         "rope_scaling": _rope_scaling(rope, file, family, filename),
-        "rotary_fraction": 1.0 if fraction is None else fraction,
+        "rotary_fraction": rope.partial_rotary_factor or file.partial_rotary_factor or 1.0,
         "family": family.model_type,
         **family.fixed,
         **family.read(file),
@@ -135,10 +132,9 @@ def _differences(config: DecoderConfig, reread: DecoderConfig) -> dict[str, tupl
     def resolved_fields(decoder: DecoderConfig) -> dict[str, Any]:
         out_bias = decoder.attention_bias if decoder.attention_out_bias is None else decoder.attention_out_bias
         scale = decoder.head_dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
-        windows = decoder.windows
         fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
         resolved = {"attention_out_bias": out_bias, "attention_scale": round(scale, 12), "module_prefix": None}
-        return fields | resolved | {"sliding_window": windows, "sliding_layers": None}
+        return fields | resolved | {"sliding_window": decoder.windows, "sliding_layers": None}
 
     values, other_values = resolved_fields(config), resolved_fields(reread)
     return {name: (values[name], other_values[name]) for name in values if values[name] != other_values[name]}
@@ -188,11 +184,9 @@ def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
     """Return the rotary settings of the file, which may be in two places and two spellings."""
     from ._schema import RopeEntry, unhandled
 
-    entries = [
-        entry for entry in (file.rope_parameters, file.rope_scaling) if entry is not None and entry.model_fields_set
-    ]
-    rope = entries[0] if entries else RopeEntry()
-    duplicate = entries[-1] if entries else rope
+    stored = (file.rope_parameters, file.rope_scaling)
+    entries = [entry for entry in stored if entry is not None and entry.model_fields_set] or [RopeEntry()]
+    rope, duplicate = entries[0], entries[-1]
     for entry in (*entries, file.local_rope):
         unknown = unhandled(entry)
         fraction = entry.partial_rotary_factor
@@ -236,7 +230,7 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
     if original is not None:
         arguments["original_max_position_embeddings"] = original
     if "factor" not in arguments:
-        got = shortened(rope.model_dump(exclude_none=True))
+        got = shortened(rope_values)
         raise ModelFileError(f"{filename}: rope_scaling has no factor", got=got, hint="copy config.json again")
     for name in arguments:
         if name in type_fields and name not in _FIELDS_OF_TYPE[rope_type]:

@@ -42,7 +42,7 @@ from ._config import DecoderConfig
 from ._experts import balance_loss, mixture
 from ._rope import document_lengths, rotary, rotate
 from .families import family_of
-from .families._family import IMAGE_MODULES, PREFIXES
+from .families._registry import IMAGE_MODULES, PREFIXES
 
 NO_WINDOW = 2**30
 """Window value of layers without a window, in models where layers differ.
@@ -52,9 +52,8 @@ Such layers share one stack: an integer leaf, ``layers/attn/window``, holds each
 _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
     *(
         f"{INTERNAL_PREFIX}{name}"
-        for name in ("attn_q", "attn_k", "attn_added", "mlp_gate", "mlp_up", "mlp_gate_up", "mlp_out")
-    ),
-    *(f"{INTERNAL_PREFIX}{name}" for name in ("lora_low", "lora_scaled")),
+        for name in "attn_q attn_k attn_added mlp_gate mlp_up mlp_gate_up mlp_out lora_low lora_scaled".split()
+    )
 )
 """Residuals that are saved for layers that are not recomputed: results of matrix products."""
 
@@ -76,11 +75,7 @@ class Routed(NamedTuple):
     """How often each expert was chosen, [B, E]."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["outer", "layers"],
-    meta_fields=["config", "compute_dtype", "attention", "tile_tokens"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """A decoder: two parameter trees and a static description; itself a pytree.
@@ -92,13 +87,13 @@ class Decoder:
     """``embed/weight`` [V, D], ``norm/weight`` [D] and, unless tied, ``lm_head/weight`` [V, D]."""
     layers: Tree
     """Parameters of the blocks. Every leaf has a leading axis of length L; after `unstack`, a tuple of L trees."""
-    config: DecoderConfig
+    config: DecoderConfig = dataclasses.field(metadata={"static": True})
     """Sizes and constants (static)."""
-    compute_dtype: str = "float32"
+    compute_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     """Dtype of activations and matrix products (static); norms, rotary angles, softmax and loss use float32."""
-    attention: Implementation | None = None
+    attention: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
     """Attention implementation, as in `lowtide.ops.attention`, except in generation (static); None: the target's."""
-    tile_tokens: int | None = None
+    tile_tokens: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Number of tokens per tile in recomputed layers, over one device's rows (static). None: enough to keep the target
     busy. Smaller tiles need fewer bytes and, on a GPU, more time."""
 
@@ -262,8 +257,7 @@ def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute
         >>> init(config, key=jax.random.key(0)).layers["attn"]["q_proj"]["weight"].shape
         (2, 8, 8)
     """
-    shapes = parameter_shapes(config)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(parameter_shapes(config))
     keys = jax.random.split(key, len(leaves))
 
     def make(path: Any, shape: tuple[int, ...], key: Array) -> Array:
@@ -275,9 +269,8 @@ def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute
         std = 0.02 / math.sqrt(2 * config.num_layers) if module in ("o_proj", "down_proj", "down") else 0.02
         return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
-    params = treedef.unflatten(
-        [make(path, leaf.shape, leaf_key) for (path, leaf), leaf_key in zip(leaves, keys, strict=True)]
-    )
+    arrays = [make(path, leaf.shape, leaf_key) for (path, leaf), leaf_key in zip(leaves, keys, strict=True)]
+    params = treedef.unflatten(arrays)
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
@@ -377,10 +370,8 @@ def _mlp_shapes(c: DecoderConfig, array: Callable[..., Any], dense: Callable[...
     if c.experts is None:
         f = c.intermediate_size
         widths = {"gate_up_proj": 2 * f} if c.fused_projections else {"gate_proj": f, "up_proj": f}
-        return {
-            **{name: dense(size, d, c.mlp_bias) for name, size in widths.items()},
-            "down_proj": dense(d, f, c.mlp_bias),
-        }
+        projections = {name: dense(size, d, c.mlp_bias) for name, size in widths.items()}
+        return {**projections, "down_proj": dense(d, f, c.mlp_bias)}
     e, f = c.experts.num_experts, c.experts.intermediate_size
     router = dense(e, d, c.experts.clamped)
     if not c.experts.clamped:
@@ -427,20 +418,25 @@ def stack_of(
 
     def block(layer: Tree, h: Any, batch: Tree) -> Any:
         h_BTD = activations(h)
-        positions = batch.get("positions")
+        positions, segments = batch.get("positions"), batch.get("segment_ids")
         if positions is None:
             positions = jnp.arange(h_BTD.shape[1])[None]
-        segments = batch.get("segment_ids")
         mask = AttentionMask(segment_ids=segments)
-        h_BTD, routing, _ = layer_forward(
+        h_BTD, routing = layer_forward(
             layer, h_BTD, positions, mask, config, implementation=implementation, tile_tokens=tile_tokens
         )
-        return h_BTD if balanced_experts is None else _accumulate_routing(h, h_BTD, routing, segments)
+        if balanced_experts is None:
+            return h_BTD
+        assert routing is not None
+        probs_BTE, counts_BTE = routing
+        if segments is not None:  # padding also chooses experts, but must not count
+            is_token = (segments > 0)[..., None]
+            probs_BTE, counts_BTE = (jnp.where(is_token, values, 0.0) for values in (probs_BTE, counts_BTE))
+        return Routed(h_BTD, h.probs + jnp.sum(probs_BTE, axis=1), h.counts + jnp.sum(counts_BTE, axis=1))
 
     def last(outer: Tree, h: Any, batch: Tree) -> tuple[Array, dict[str, Array]]:
         h_BTD = rms_norm(activations(h), outer["norm"]["weight"], config)
-        labels = batch["labels"]
-        value = chunked_cross_entropy(h_BTD, _head_weight(outer), labels, soft_cap=config.final_soft_cap)
+        value = chunked_cross_entropy(h_BTD, _head_weight(outer), batch["labels"], soft_cap=config.final_soft_cap)
         if balanced_experts is None:
             return value, {}
         segments = batch.get("segment_ids")
@@ -450,16 +446,6 @@ def stack_of(
         return value + balanced_experts.router_loss_coef * router_loss, {"router_loss": router_loss}
 
     return LayerStack(first, block, last, running=("embed/weight", "lm_head/weight"))
-
-
-def _accumulate_routing(h: Routed, h_BTD: Array, routing: tuple[Array, Array] | None, segments: Array | None) -> Routed:
-    assert routing is not None
-    probs_BTE, counts_BTE = routing
-    if segments is not None:  # padding also chooses experts, but must not count
-        probs_BTE, counts_BTE = (
-            jnp.where((segments > 0)[..., None], values, 0.0) for values in (probs_BTE, counts_BTE)
-        )
-    return Routed(h_BTD, h.probs + jnp.sum(probs_BTE, axis=1), h.counts + jnp.sum(counts_BTE, axis=1))
 
 
 def _head_weight(outer: Tree) -> Any:
@@ -480,12 +466,9 @@ def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:
     return x32.astype(x.dtype) * weight.astype(x.dtype)
 
 
-def _pre_norm(layer: Tree, part: str, h_BTD: Array, config: DecoderConfig) -> Array:
-    return rms_norm(h_BTD, layer[f"{part}_norm"]["weight"], config) if config.pre_norm else h_BTD
-
-
-def _post_norm(layer: Tree, part: str, x_BTD: Array, config: DecoderConfig) -> Array:
-    return rms_norm(x_BTD, layer[f"{part}_post_norm"]["weight"], config) if config.post_norm else x_BTD
+def _norm(layer: Tree, name: str, x_BTD: Array, config: DecoderConfig) -> Array:
+    """Apply one of a layer's norms, if the family has it."""
+    return rms_norm(x_BTD, layer[name]["weight"], config) if name in layer else x_BTD
 
 
 def layer_forward(
@@ -497,8 +480,8 @@ def layer_forward(
     store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
     implementation: Implementation | None = None,
     tile_tokens: int | None = None,
-) -> tuple[Array, tuple[Array, Array] | None, tuple[Array, Array]]:
-    """Apply one layer; return the residual stream, the router's probabilities and choices, and the result of `store`.
+) -> tuple[Array, tuple[Array, Array] | None]:
+    """Apply one layer; return the residual stream, and the router's probabilities and choices.
 
     `positions_BT` are positions in documents and may be [1, T]. `store` takes the new keys and values [B, T, K, H]. It
     returns those to attend to [B, S, K, H], such as a cache that includes the new ones.
@@ -538,25 +521,22 @@ def layer_forward(
         sinks=attn["sinks"]["weight"] if config.attention_sinks else None,
         implementation=implementation,
     )
-    h_BTD, routing = finish(finish_params, (h_BTD, out_BTNH.reshape(q_BTW.shape)))
-    return h_BTD, routing, (keys, values)
+    return finish(finish_params, (h_BTD, out_BTNH.reshape(q_BTW.shape)))
 
 
 def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Array | None]) -> tuple[Array, ...]:
     """Return queries [B, T, W], keys and values (both [B, T, X]) of normalised activations, after rotation."""
     h_BTD, positions_BT, lengths_BT = tokens
     attn = layer["attn"]
-    x_BTD = _pre_norm(layer, "attn", h_BTD, config)
+    x_BTD = _norm(layer, "attn_norm", h_BTD, config)
     if config.fused_projections:
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         q_BTW, k_BTX, v_BTX = jnp.split(_dense(attn["qkv_proj"], x_BTD), (q, q + kv), axis=-1)
     else:
         q_BTW, k_BTX, v_BTX = (_dense(attn[f"{name}_proj"], x_BTD) for name in "qkv")
     if config.qk_norm != "none":
-        q_BTW, k_BTX = (
-            checkpoint_name(q_BTW, f"{INTERNAL_PREFIX}attn_q"),
-            checkpoint_name(k_BTX, f"{INTERNAL_PREFIX}attn_k"),
-        )
+        q_BTW = checkpoint_name(q_BTW, f"{INTERNAL_PREFIX}attn_q")
+        k_BTX = checkpoint_name(k_BTX, f"{INTERNAL_PREFIX}attn_k")
     if config.qk_norm == "width":
         q_BTW, k_BTX = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTX, "k")))
     q_BTNH, k_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX))
@@ -573,9 +553,9 @@ def _finish(
     """Add the attention output to the residual stream, then the output of the MLP or the mixture of experts."""
     h_BTD, out_BTW = tokens
     added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), f"{INTERNAL_PREFIX}attn_added")
-    h_BTD = h_BTD + _post_norm(layer, "attn", added_BTD, config)
-    out_BTD, routing = _mlp(layer["mlp"], _pre_norm(layer, "mlp", h_BTD, config), config)
-    return h_BTD + _post_norm(layer, "mlp", out_BTD, config), routing
+    h_BTD = h_BTD + _norm(layer, "attn_post_norm", added_BTD, config)
+    out_BTD, routing = _mlp(layer["mlp"], _norm(layer, "mlp_norm", h_BTD, config), config)
+    return h_BTD + _norm(layer, "mlp_post_norm", out_BTD, config), routing
 
 
 def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:
@@ -584,9 +564,8 @@ def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[A
         out_BTD, probs_BTE, counts_BTE = mixture(mlp, x_BTD, config.experts, activation)
         return out_BTD, (probs_BTE, counts_BTE)
     if config.fused_projections:
-        gate_BTF, up_BTF = jnp.split(
-            checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_gate_up"), 2, axis=-1
-        )
+        both_BTF = checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_gate_up")
+        gate_BTF, up_BTF = jnp.split(both_BTF, 2, axis=-1)
     else:
         gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_gate")
         up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_up")

@@ -22,9 +22,11 @@ from jaxtyping import Array, Float, Int
 from ..core import BATCH_AXES, CONTEXT, ConfigError, Tree, linear, num_shards_along, traced_device, traced_mesh
 from ._config import Experts
 
+_Activation = Callable[[Array], Array]
+
 
 def mixture(
-    mlp: Tree, x_BTD: Float[Array, "B T D"], experts: Experts, activation: Callable[[Array], Array]
+    mlp: Tree, x_BTD: Float[Array, "B T D"], experts: Experts, activation: _Activation
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T E"], Float[Array, "B T E"]]:
     """Return the outputs of the MoE, the router's probabilities, and 1 for each chosen expert, else 0.
 
@@ -38,36 +40,31 @@ def mixture(
         axes = ()  # rows that do not divide evenly, such as an evaluation's last batch, are replicated
     num_shards = num_shards_along(CONTEXT)
     context = (CONTEXT,) if num_shards > 1 and not x_BTD.shape[1] % num_shards else ()
+    compute = functools.partial(
+        _mixture_on_device, experts=experts, activation=activation, has_expert_axis="expert" in axes
+    )
     if mesh is None or not (axes or context):
-        return _mixture_on_device(mlp, x_BTD, experts=experts, activation=activation, has_expert_axis=False)
+        return compute(mlp, x_BTD)
     if "expert" in axes and experts.num_experts % mesh.shape["expert"]:
         raise ConfigError(
             f"{experts.num_experts} experts cannot be sharded along the axis expert of size {mesh.shape['expert']}",
             hint="choose another size of expert in make_mesh, and fsdp for the other devices",
         )
-    compute = functools.partial(
-        _mixture_on_device, experts=experts, activation=activation, has_expert_axis="expert" in axes
-    )
     row_spec, replicated_spec = P(axes, context), P()
     weights = {"router": replicated_spec, "experts": P("expert") if "expert" in axes else replicated_spec}
+    in_specs, out_specs = (weights, row_spec), (row_spec,) * 3
+    axis_names = {*axes, *context}
     sharded_compute = jax.shard_map(
-        compute,
-        mesh=mesh,
-        in_specs=(weights, row_spec),
-        out_specs=(row_spec,) * 3,
-        axis_names={*axes, *context},
-        check_vma=False,
+        compute, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
     )
     return sharded_compute(mlp, x_BTD)
 
 
 def _mixture_on_device(
-    mlp: Tree, x_BTD: Array, *, experts: Experts, activation: Callable[[Array], Array], has_expert_axis: bool
+    mlp: Tree, x_BTD: Array, *, experts: Experts, activation: _Activation, has_expert_axis: bool
 ) -> tuple[Array, Array, Array]:
     """Compute the rows of one device; with `has_expert_axis`, gather the tokens of all devices along ``expert``."""
-    logits_BTE = linear(x_BTD, mlp["router"]["weight"])
-    if "bias" in mlp["router"]:
-        logits_BTE = logits_BTE + mlp["router"]["bias"].astype(logits_BTE.dtype)[None, None]
+    logits_BTE = linear(x_BTD, mlp["router"]["weight"], mlp["router"].get("bias"))
     probs_BTE = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
     weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, experts.num_experts_per_token)
     if experts.normalize:
@@ -89,12 +86,7 @@ def _mixture_on_device(
 
 
 def _dispatch(
-    module: Tree,
-    x_BTD: Array,
-    weights_BTK: Array,
-    chosen_BTK: Array,
-    experts: Experts,
-    activation: Callable[[Array], Array],
+    module: Tree, x_BTD: Array, weights_BTK: Array, chosen_BTK: Array, experts: Experts, activation: _Activation
 ) -> Array:
     """Sort rows by expert, compute them and sum over each token's experts; experts not in `module` add zero."""
     batch, length, width = x_BTD.shape
@@ -151,12 +143,7 @@ def balance_loss(
 
 
 def _expert_mlps(
-    module: Tree,
-    rows_MD: Array,
-    sizes_E: Array,
-    expert_M: Array,
-    experts: Experts,
-    activation: Callable[[Array], Array],
+    module: Tree, rows_MD: Array, sizes_E: Array, expert_M: Array, experts: Experts, activation: _Activation
 ) -> Array:
     multiply = functools.partial(grouped_linear, sizes_E=sizes_E, num_experts=experts.num_experts)
     if not experts.clamped:
@@ -229,8 +216,7 @@ def _product_backward(transposed: bool, num_experts: int, residuals: Any, cotang
     if x_MI is None:
         return dx, None, None
     weight_gradient = _slab_weight_gradient if traced_device().platform == "gpu" else _block_weight_gradient
-    dw = weight_gradient(transposed, num_experts, x_MI, cotangent, sizes_E)
-    return dx, dw.astype(weight.dtype), None
+    return dx, weight_gradient(transposed, num_experts, x_MI, cotangent, sizes_E).astype(weight.dtype), None
 
 
 _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
@@ -263,8 +249,7 @@ def _block_product(transposed: bool, num_experts: int, x_MI: Array, weight: Arra
         part = blocks.apply_shortest(num_remaining, multiply, rows, weight[expert])
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=0)
 
-    width = weight.shape[2 if transposed else 1]
-    out = jnp.zeros((num_rows + blocks.max_length, width), x_MI.dtype)
+    out = jnp.zeros((num_rows + blocks.max_length, weight.shape[2 if transposed else 1]), x_MI.dtype)
     out = jax.lax.fori_loop(0, blocks.num_blocks, body, out)[:num_rows]
     # Rows of no expert: the last block may have computed some of them.
     return jnp.where((jnp.arange(num_rows) < jnp.sum(sizes_E))[:, None], out, 0)
@@ -405,8 +390,7 @@ class _SlabPlan:
     def slab_rows(self) -> tuple[Array, Array]:
         """Return the row indices of the slab, [E, P], and which of them belong to their expert."""
         offset_P = jnp.arange(self.slab)
-        rows_EP = (self._rows_to_E - self._sizes_E)[:, None] + offset_P[None]
-        return rows_EP, offset_P[None] < self._sizes_E[:, None]
+        return (self._rows_to_E - self._sizes_E)[:, None] + offset_P[None], offset_P[None] < self._sizes_E[:, None]
 
     def slab_positions(self) -> tuple[Array, Array]:
         """Return the position of each row in the slab, [M], and whether the row is in it."""

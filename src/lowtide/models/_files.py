@@ -50,22 +50,10 @@ from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
 from ._decoder import Decoder, init, parameter_shapes, with_windows, without_windows
 from ._quantized import Packed, Scheme, Stored, group_tensors
-from ._safetensors import (
-    CONFIG,
-    DTYPES,
-    INDEX,
-    SINGLE,
-    Readable,
-    Source,
-    Tensor,
-    open_tensors,
-    pieces,
-    read_leaf,
-    write_model,
-)
+from ._safetensors import CONFIG, DTYPES, INDEX, SINGLE, Source, Tensor, open_tensors, pieces, read_leaf, write_model
 from .families import family_of
-from .families._family import IMAGE_MODULES
-from .gguf import config_of, open_gguf, read_header
+from .families._registry import IMAGE_MODULES
+from .gguf import config_of, map_tensors, read_header
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -140,9 +128,8 @@ def load(
         leaves: list[Any] = []
         for leaf_plan, like, is_hosted in zip(plans, likes, hosted, strict=True):
             place = None if sharding is None else sharding(leaf_plan.path, like)
-            if is_hosted:
-                place = jnp.zeros(()).sharding if place is None else place  # that of JAX's default device
-                place = place.with_memory_kind("pinned_host")
+            if is_hosted:  # a place of None is JAX's default device
+                place = (jnp.zeros(()).sharding if place is None else place).with_memory_kind("pinned_host")
             if form := formats.get(leaf_plan.path):
                 leaves.append(_read_quantized(leaf_plan, like, form, place))
             else:
@@ -182,10 +169,8 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     directory = Path(directory)
     config, scheme = _read_config(directory)
     if gguf_file(directory) is None and not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
-        leaf_dtype = "bfloat16" if dtype == "auto" else dtype
-        shapes = jax.eval_shape(
-            lambda: init(config, key=jax.random.key(0), dtype=leaf_dtype, compute_dtype=compute_dtype)
-        )
+        options = {"dtype": "bfloat16" if dtype == "auto" else dtype, "compute_dtype": compute_dtype}
+        shapes = jax.eval_shape(lambda: init(config, key=jax.random.key(0), **options))
         if scheme is None or scheme.form is None:
             return shapes
         return quantize_leaves(shapes, "layers/**/*_proj", scheme.form.name, block=scheme.form.block)
@@ -248,11 +233,17 @@ def _open_weights(
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))]
         # Names are generated lazily, because a damaged GGUF file may ask for more names than it has tensors.
         names = (name for path in paths for _, name in _iter_names(path, config))
-        with open_gguf(file, layers=config.num_layers, experts=experts, heads=heads, names=names) as tensors:
-            yield tensors
+        yield map_tensors(file, layers=config.num_layers, experts=experts, heads=heads, names=names)
         return
     with open_tensors(_weight_files(directory)) as sources:
-        weights = _select_text_tensors(sources, config)
+        weights = sources
+        if family_of(config).text_of is not None:  # drop image modules, and rename the rest as in a text model
+            # transformers 4 prefixes "language_model." to a name, and transformers 5 puts it after "model.".
+            weights = {
+                re.sub(r"^(model\.)?language_model\.", r"\1", name): source
+                for name, source in sources.items()
+                if not name.removeprefix("model.").startswith(IMAGE_MODULES)
+            }
         embedding = _embedding(config)
         # The tied tensor may have the head's name.
         if config.tie_embeddings and embedding not in weights and _HEAD in weights:
@@ -270,8 +261,7 @@ def _open_plans(
         _check_tensors(tensors, config, directory)
         _check_tied_head(tensors, config)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(parameter_shapes(config))
-        embedding = tensors[_embedding(config)]
-        default_dtype = DTYPES.get(embedding.dtype, "bfloat16")
+        default_dtype = DTYPES.get(tensors[_embedding(config)].dtype, "bfloat16")
         leaf_dtype = None if dtype == "auto" else jnp.dtype(dtype)
         plans: list[_LeafPlan] = []
         for path, leaf in leaves:
@@ -315,13 +305,10 @@ def load_config(directory: str | Path) -> DecoderConfig:
 def _read_config(directory: Path) -> tuple[DecoderConfig, Scheme | None]:
     if (file := gguf_file(directory)) is not None:
         return config_from_hf(config_of(read_header(file)), str(file)), None
-    path = input_file(
-        directory,
-        CONFIG,
-        expected="a Hugging Face model directory with config.json and model.safetensors",
-        hint="give a local folder that holds the model; nothing is downloaded",
-    )
-    raw = _read_json(path, _MOST_CONFIG_BYTES)
+    expected = "a Hugging Face model directory with config.json and model.safetensors"
+    hint = "give a local folder that holds the model; nothing is downloaded"
+    path = input_file(directory, CONFIG, expected=expected, hint=hint)
+    raw = parse_json(read_input(path, most_bytes=_MOST_CONFIG_BYTES), str(path))
     return config_from_hf(raw, str(path)), quantization_from_hf(raw, str(path))
 
 
@@ -439,37 +426,19 @@ def _iter_names(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, .
         yield index, template.format(**dict(zip(("layer", "expert"), index, strict=False)))
 
 
-def _select_text_tensors(tensors: dict[str, Source], config: DecoderConfig) -> dict[str, Source]:
-    """Drop image modules from a model of images and text, and rename the rest as in a text model."""
-    if family_of(config).text_of is None:
-        return tensors
-    # transformers 4 prefixes "language_model." to a name, and transformers 5 puts it after "model.".
-    return {
-        re.sub(r"^(model\.)?language_model\.", r"\1", name): source
-        for name, source in tensors.items()
-        if not name.removeprefix("model.").startswith(IMAGE_MODULES)
-    }
-
-
 def _weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a folder."""
     from ._schema import IndexFile
 
     names = [SINGLE]
     # With both an index and a single file, transformers reads the single file.
     if os.path.lexists(directory / INDEX) and not os.path.lexists(directory / SINGLE):
         path = input_file(directory, INDEX, hint=_COPY_HINT)
-        index = validate(IndexFile, _read_json(path, _MOST_INDEX_BYTES), str(path), hint="copy the index again")
+        contents = parse_json(read_input(path, most_bytes=_MOST_INDEX_BYTES), str(path))
+        index = validate(IndexFile, contents, str(path), hint="copy the index again")
         names = sorted(set(index.weight_map.values()))
-    return [
-        input_file(
-            directory,
-            name,
-            expected=f"{SINGLE}, or the shards that {INDEX} lists",
-            hint="convert pickled weights with transformers' save_pretrained; Lowtide reads only safetensors",
-        )
-        for name in names
-    ]
+    expected = f"{SINGLE}, or the shards that {INDEX} lists"
+    hint = "convert pickled weights with transformers' save_pretrained; Lowtide reads only safetensors"
+    return [input_file(directory, name, expected=expected, hint=hint) for name in names]
 
 
 def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directory: Path) -> None:
@@ -484,8 +453,7 @@ def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directo
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))
         for index, name in _iter_names(path, config)
     }
-    missing = [name for name in expected if name not in tensors]
-    if missing:
+    if missing := [name for name in expected if name not in tensors]:
         problem = f"{len(missing)} of {len(expected)} tensors of config.json are missing, first {missing[0]}"
         raise ModelFileError(f"{directory}: {problem}", hint=_LACKING_HINT)
     # A tied checkpoint may repeat the embedding as lm_head. Old checkpoints store RoPE's constant frequencies.
@@ -511,13 +479,12 @@ def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> No
         return
     embedding = tensors[_embedding(config)]
     itemsize = max(head.itemsize, embedding.itemsize)
-    if head.shape == embedding.shape and all(
+    if head.shape != embedding.shape or not all(
         np.array_equal(head.read(piece), embedding.read(piece)) for piece in pieces(head.shape, itemsize)
     ):
-        return
-    problem = f"{head.file}: {_HEAD} is not the embedding, but config.json ties them"
-    hint = "set tie_word_embeddings to false in config.json if the head was trained separately"
-    raise ModelFileError(problem, hint=hint)
+        problem = f"{head.file}: {_HEAD} is not the embedding, but config.json ties them"
+        hint = "set tie_word_embeddings to false in config.json if the head was trained separately"
+        raise ModelFileError(problem, hint=hint)
 
 
 def _embedding(config: DecoderConfig) -> str:
@@ -529,10 +496,6 @@ def _is_floating(name: Any) -> bool:
         return jnp.issubdtype(jnp.dtype(name), jnp.floating)
     except TypeError:
         return False
-
-
-def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
-    return parse_json(read_input(path, most_bytes=most_bytes), str(path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -556,8 +519,7 @@ class _LeafPlan:
         shardings = [None] * len(shapes) if places is None else treedef.flatten_up_to(places)
         leaves: list[Any] = []
         for index, (leaf, leaf_sharding) in enumerate(zip(shapes, shardings, strict=True)):
-            parts: list[Readable] = [weight.parts[index] for weight in packed]
-            leaves.append(read_leaf(parts, leaf.shape, leaf.dtype, leaf_sharding))
+            leaves.append(read_leaf([weight.parts[index] for weight in packed], leaf.shape, leaf.dtype, leaf_sharding))
         return treedef.unflatten(leaves)
 
 
@@ -574,15 +536,10 @@ def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dty
             for weight in sources
         }
         leaf_dtype = jnp.result_type(*sorted(stored_dtypes))
-    packed = [weight for weight in sources if isinstance(weight, Packed)]
-    forms = {(weight.form, len(weight.parts)) for weight in packed if weight.form is not None}
+    packed = [weight for weight in sources if isinstance(weight, Packed) and weight.form is not None]
+    forms = {(weight.form, len(weight.parts)) for weight in packed}
     is_matrix = "experts" not in path.split("/")
-    if (
-        len(packed) == len(sources)
-        and len(forms) == 1
-        and all(weight.form is not None for weight in packed)
-        and is_matrix
-    ):
+    if len(packed) == len(sources) and len(forms) == 1 and is_matrix:
         return _LeafPlan(path, sources, _quantized_shapes(packed[0], shape, leaf_dtype))
     reason = "" if not forms else "their layers are quantised differently" if is_matrix else "they are experts"
     return _LeafPlan(path, sources, jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)), reason)
@@ -592,24 +549,21 @@ def _dequantization_notes(plans: Sequence[_LeafPlan]) -> list[str]:
     """Return messages on quantised weights that become arrays although a node could hold each alone, with reasons."""
     notes: list[str] = []
     for reason in dict.fromkeys(leaf_plan.why for leaf_plan in plans if leaf_plan.why):
-        affected = [leaf_plan for leaf_plan in plans if leaf_plan.why == reason]
-        size = format_bytes(tree_bytes([leaf_plan.like for leaf_plan in affected]))
-        notes.append(
-            f"{', '.join(leaf_plan.path for leaf_plan in affected)} are loaded as arrays of {size}, because {reason}"
-        )
+        affected = {leaf_plan.path: leaf_plan.like for leaf_plan in plans if leaf_plan.why == reason}
+        size = format_bytes(tree_bytes([*affected.values()]))
+        notes.append(f"{', '.join(affected)} are loaded as arrays of {size}, because {reason}")
     return notes
 
 
 def _quantized_shapes(weight: Packed, shape: tuple[int, ...], dtype: Any) -> QuantizedWeight:
     """Return the `QuantizedWeight` of a stack of weights, with shapes as leaves."""
     assert weight.form is not None
-    stack = shape[:-2]
-    is_double = len(weight.parts) == 4
-    dtypes = (weight.form.codes, jnp.uint8 if is_double else weight.form.scales, jnp.float32, jnp.float32)
+    scales = jnp.uint8 if len(weight.parts) == 4 else weight.form.scales
+    dtypes = (weight.form.codes, scales, jnp.float32, jnp.float32)
     leaves = [
-        jax.ShapeDtypeStruct((*stack, *part.shape), jnp.dtype(part_dtype))
+        jax.ShapeDtypeStruct((*shape[:-2], *part.shape), jnp.dtype(part_dtype))
         for part, part_dtype in zip(weight.parts, dtypes, strict=False)
     ]
-    nested, offset = (leaves[2], leaves[3]) if is_double else (None, None)
+    nested, offset = leaves[2:] or (None, None)
     name = jnp.dtype(dtype).name
     return QuantizedWeight(leaves[0], leaves[1], nested, offset, weight.form.name, weight.form.block, name)

@@ -45,11 +45,7 @@ class Completion:
     """Whether an end token stopped the generation, and not the limit."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "lengths", "counts", "is_done", "is_finite", "seen", "keys"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
     """State of a batch during generation."""
@@ -273,19 +269,35 @@ def _start(
     switches: _SamplingSwitches,
     width: int,
 ) -> _State:
-    segments_BP = segments_BS[:, :width]
-    lengths_B = jnp.sum(segments_BP, axis=1)
     # Prompts are padded on the left: positions begin at 0 at a row's first token, wherever that is.
-    positions_BP = jnp.maximum(jnp.cumsum(segments_BP, axis=1) - 1, 0)
+    positions_BP = jnp.maximum(jnp.cumsum(segments_BS[:, :width], axis=1) - 1, 0)
     logits_BV, cache = prefill(model, tokens_BS[:, :width], positions_BP, empty_cache(model, segments_BS))
+    is_text_BS = (segments_BS > 0) & (jnp.arange(segments_BS.shape[1])[None] < width)
+    return _first_state(cache, logits_BV, tokens_BS, is_text_BS, keys_B, ends_E, switches, knobs)
+
+
+def _first_state(
+    cache: _Cache,
+    logits_BV: Array,
+    tokens_BS: Array,
+    is_text_BS: Array,
+    keys_B: Array,
+    ends_E: Array,
+    switches: _SamplingSwitches,
+    knobs: _Knobs,
+) -> _State:
+    """Sample the first new token; rows without text only fill the batch, and count as done from the start."""
     seen_BV = None
     if switches.penalises:
         rows_B1 = jnp.arange(len(tokens_BS))[:, None]
-        seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[rows_B1, tokens_BS[:, :width]].max(segments_BP) > 0
-    # Rows without a prompt only fill the batch; they count as done from the start.
-    zeros_B, is_padding_B = jnp.zeros_like(lengths_B), lengths_B == 0
-    state = _State(cache, tokens_BS, lengths_B, zeros_B, is_padding_B, jnp.bool_(True), seen_BV, keys_B)
+        seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[rows_B1, tokens_BS].max(is_text_BS) > 0
+    lengths_B = jnp.sum(is_text_BS, axis=1, dtype=jnp.int32)
+    counts_B, is_done_B = jnp.zeros_like(lengths_B), lengths_B == 0
+    state = _State(cache, tokens_BS, lengths_B, counts_B, is_done_B, jnp.bool_(True), seen_BV, keys_B)
     return _append(state, logits_BV, ends_E, switches, knobs)
+
+
+_sample_first = jax.jit(_first_state, static_argnames="switches", donate_argnames="cache")
 
 
 @functools.partial(jax.jit, static_argnames="switches", donate_argnames="state")
@@ -348,7 +360,6 @@ def _row_keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
 
 
 def _check_finite(state: _State) -> None:
-    """Raise NonFiniteError when a token was sampled from logits that are not finite."""
     if not bool(state.is_finite):
         hint = "check for nan or inf in the weights, and for overflow in float16; lowtide inspect shows the dtypes"
         raise NonFiniteError("the logits of the next token are not finite", hint=hint)
@@ -389,8 +400,7 @@ def _run_uncached(hidden: Any, model: Decoder, padded: Array, start: Array, key:
         h_BTD = activations(hidden(model, {"tokens": tokens[None], "positions": positions[None]}))
         last_V = head_logits(model, jax.lax.dynamic_slice_in_dim(h_BTD, i - 1, 1, axis=1))[0, 0]
         noise = jax.random.gumbel(jax.random.fold_in(key, i), last_V.shape)
-        sampled = jnp.argmax(last_V + temperature * noise)
-        return tokens.at[i].set(sampled.astype(tokens.dtype))
+        return tokens.at[i].set(jnp.argmax(last_V + temperature * noise).astype(tokens.dtype))
 
     return jax.lax.fori_loop(start, padded.shape[0], step, padded)
 
@@ -467,8 +477,9 @@ class Conversation:
         cache, logits_BV = self._prefill(prompt, num_tokens)
         tokens_BS = np.zeros(cache.segments.shape, np.int32)
         tokens_BS[0, : len(prompt)] = prompt
+        is_text_BS = np.arange(tokens_BS.shape[1])[None] < len(prompt)
         keys_B = _row_keys(key, [(0, 0)])
-        state = _sample_first(cache, logits_BV, tokens_BS, keys_B, ends_E, switches, knobs)
+        state = _sample_first(cache, logits_BV, tokens_BS, is_text_BS, keys_B, ends_E, switches, knobs)
         text = list(prompt)
         try:
             for count in range(num_tokens):
@@ -501,33 +512,6 @@ class Conversation:
             num_cached += size
         assert logits_BV is not None
         return cache, logits_BV
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
-def _read_chunk(model: Decoder, tokens_BT: Array, positions_BT: Array, cache: _Cache) -> tuple[Array, _Cache]:
-    return step(model, tokens_BT, positions_BT, cache)
-
-
-@functools.partial(jax.jit, static_argnames="switches", donate_argnames="cache")
-def _sample_first(
-    cache: _Cache,
-    logits_BV: Array,
-    tokens_BS: Array,
-    keys_B: Array,
-    ends_E: Array,
-    switches: _SamplingSwitches,
-    knobs: _Knobs,
-) -> _State:
-    """Sample the first token of an answer."""
-    seen_BV = None
-    if switches.penalises:
-        is_text_BS = jnp.arange(tokens_BS.shape[1])[None] < cache.column
-        seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[jnp.zeros_like(tokens_BS), tokens_BS].max(is_text_BS) > 0
-    zeros_B = jnp.zeros((1,), jnp.int32)
-    state = _State(
-        cache, tokens_BS, zeros_B + cache.column, zeros_B, jnp.zeros((1,), bool), jnp.bool_(True), seen_BV, keys_B
-    )
-    return _append(state, logits_BV, ends_E, switches, knobs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -640,9 +624,7 @@ def _filter_logits(logits_BV: Array, knobs: _Knobs) -> Array:
 # with `longrope` once, when a row grows beyond the length of pretraining; with `dynamic` at each token from there on.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["keys", "values", "segments", "column"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Cache:
     """Keys and values of the tokens so far; a pytree."""
@@ -695,9 +677,9 @@ def prefill(
 
     The tokens attend only to each other, so scores have shape [T, T] and not [T, S].
     """
-    segments_BT = cache.segments[:, : tokens_BT.shape[1]]
-    mask = AttentionMask(segment_ids=segments_BT)
-    return _forward(model, tokens_BT, positions_BT, cache, mask, lambda new, cached: new)
+    mask = AttentionMask(segment_ids=cache.segments[:, : tokens_BT.shape[1]])
+    h_BTD, cache = _apply_layers(model, tokens_BT, positions_BT, cache, mask, reads_cache=False)
+    return head_logits(model, h_BTD[:, -1:])[:, 0], cache
 
 
 def step(
@@ -706,7 +688,11 @@ def step(
     """Append one token to each row and return the logits of the next tokens, in float32."""
     query_segments = jax.lax.dynamic_slice_in_dim(cache.segments, cache.column, tokens_B1.shape[1], axis=1)
     mask = AttentionMask(segment_ids=(query_segments, cache.segments), start=cache.column)
-    return _forward(model, tokens_B1, positions_B1, cache, mask, lambda new, cached: cached)
+    h_BTD, cache = _apply_layers(model, tokens_B1, positions_B1, cache, mask, reads_cache=True)
+    return head_logits(model, h_BTD[:, -1:])[:, 0], cache
+
+
+_read_chunk = jax.jit(step, donate_argnames="cache")
 
 
 def _recompute_rows(
@@ -720,100 +706,62 @@ def _recompute_rows(
     positions_BS = jnp.clip(jnp.cumsum(cache.segments, axis=1) - 1, 0, jnp.maximum(lengths_B - 1, 0)[:, None])
     rewound_cache = dataclasses.replace(cache, column=jnp.int32(0))
     mask = AttentionMask(segment_ids=cache.segments)
-    _, keys, values = _apply_layers(model, tokens_BS, positions_BS, rewound_cache, mask, lambda new, cached: new)
-    axes = (0, 2, 3, 4) if not isinstance(keys, tuple) else (1, 2, 3)
-
-    def merge_rows(new: Array, old: Array) -> Array:
-        return jnp.where(jnp.expand_dims(mask_B, axes), new, old)
-
+    _, new_cache = _apply_layers(model, tokens_BS, positions_BS, rewound_cache, mask, reads_cache=False)
+    is_changed = jnp.expand_dims(mask_B, (1, 2, 3) if isinstance(cache.keys, tuple) else (0, 2, 3, 4))
     # All rows are computed in one program, and rows that did not change keep their old entries.
-    keys, values = jax.tree.map(merge_rows, (keys, values), (cache.keys, cache.values))
+    keys, values = jax.tree.map(
+        lambda new, old: jnp.where(is_changed, new, old), (new_cache.keys, new_cache.values), (cache.keys, cache.values)
+    )
     return dataclasses.replace(cache, keys=keys, values=values)
 
 
-def _forward(
-    model: Decoder,
-    tokens_BT: Array,
-    positions_BT: Array,
-    cache: _Cache,
-    mask: AttentionMask,
-    select_kv: Callable[[Array, Array], Array],
-) -> tuple[Array, _Cache]:
-    h_BTD, keys, values = _apply_layers(model, tokens_BT, positions_BT, cache, mask, select_kv)
-    logits_BV = head_logits(model, h_BTD[:, -1:])[:, 0]
-    return logits_BV, _Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])
-
-
 def _apply_layers(
-    model: Decoder,
-    tokens_BT: Array,
-    positions_BT: Array,
-    cache: _Cache,
-    mask: AttentionMask,
-    select_kv: Callable[[Array, Array], Array],
-) -> tuple[Array, Any, Any]:
-    """Apply embedding and layers; return activations, and keys and values that include the new tokens."""
-    stack = stack_of(model.config, model.compute_dtype)
-    h_BTD = activations(stack.first(model.outer, {"tokens": tokens_BT}))
-    # `select_kv` chooses what the tokens attend to: the new keys and values (prefill), or the whole cache (step).
-    apply_layers = _unroll_layers if isinstance(model.layers, tuple) else _scan_layers
-    return apply_layers(model, h_BTD, positions_BT, cache, mask, select_kv)
+    model: Decoder, tokens_BT: Array, positions_BT: Array, cache: _Cache, mask: AttentionMask, *, reads_cache: bool
+) -> tuple[Array, _Cache]:
+    """Apply embedding and layers; return activations, and the cache with the keys and values of these tokens.
 
+    With `reads_cache`, tokens attend to the whole cache (step), otherwise only to each other (prefill).
+    """
+    h_BTD = activations(stack_of(model.config, model.compute_dtype).first(model.outer, {"tokens": tokens_BT}))
+    # Indices stay int32, like `cache.column`, also with `jax_enable_x64`: `dynamic_update_slice` takes one dtype.
+    zero = np.int32(0)
 
-def _scan_layers(
-    model: Decoder,
-    h_BTD: Array,
-    positions_BT: Array,
-    cache: _Cache,
-    mask: AttentionMask,
-    select_kv: Callable[[Array, Array], Array],
-) -> tuple[Array, Any, Any]:
-    def body(carry: tuple[Array, Array, Array], inputs: tuple[Array, Any]) -> tuple[tuple[Array, Array, Array], None]:
-        h_BTD, keys, values = carry
-        index, layer = inputs
+    def apply_layer(h_BTD: Array, layer: Any, caches: Any, index: Any = None) -> tuple[Array, list[Array]]:
+        """Apply a layer; `caches` are its keys and its values, or with `index` those of all layers."""
         written: list[Array] = []
 
         def store(*new: Array) -> tuple[Array, Array]:
             selected: list[Array] = []
-            for operand, update in zip((keys, values), new, strict=True):
-                start_indices = (index, zero, cache.column, zero, zero)
-                written.append(jax.lax.dynamic_update_slice(operand, update[None].astype(operand.dtype), start_indices))
-                layer_cache = jax.lax.dynamic_index_in_dim(written[-1], index, keepdims=False)
-                selected.append(select_kv(update, layer_cache).astype(update.dtype))
+            for cached, update in zip(caches, new, strict=True):
+                start_indices = (zero, cache.column, zero, zero)
+                if index is None:
+                    layer_cache = jax.lax.dynamic_update_slice(cached, update.astype(cached.dtype), start_indices)
+                    written.append(layer_cache)
+                else:
+                    layer_update = update[None].astype(cached.dtype)
+                    written.append(jax.lax.dynamic_update_slice(cached, layer_update, (index, *start_indices)))
+                    layer_cache = jax.lax.dynamic_index_in_dim(written[-1], index, keepdims=False)
+                selected.append(layer_cache.astype(update.dtype) if reads_cache else update)
             return selected[0], selected[1]
 
-        h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, mask, model.config, store)
-        return (h_BTD, written[0], written[1]), None
+        h_BTD, _ = layer_forward(layer, h_BTD, positions_BT, mask, model.config, store)
+        return h_BTD, written
 
-    # Indices stay int32, like `cache.column`, also with `jax_enable_x64`: `dynamic_update_slice` takes one dtype.
-    zero, indices = np.int32(0), jnp.arange(model.config.num_layers, dtype=jnp.int32)
-    # Keys and values are in the carry, which XLA updates in place; as scan outputs they would be new arrays.
-    carry: Any = (h_BTD, cache.keys, cache.values)
-    return jax.lax.scan(body, carry, (indices, model.layers))[0]
+    def scan_body(carry: Any, inputs: Any) -> tuple[Any, None]:
+        h_BTD, *caches = carry
+        index, layer = inputs
+        h_BTD, written = apply_layer(h_BTD, layer, caches, index)
+        return (h_BTD, *written), None
 
-
-def _unroll_layers(
-    model: Decoder,
-    h_BTD: Array,
-    positions_BT: Array,
-    cache: _Cache,
-    mask: AttentionMask,
-    select_kv: Callable[[Array, Array], Array],
-) -> tuple[Array, Any, Any]:
-    stored: list[tuple[Array, Array]] = []
-    zero = np.int32(0)
-
-    def store(*new: Array) -> tuple[Array, Array]:
-        written, selected = list[Array](), list[Array]()
-        for cached, update in zip((cache.keys, cache.values), new, strict=True):
-            layer_cache = cached[len(stored)]
-            start_indices = (zero, cache.column, zero, zero)
-            written.append(jax.lax.dynamic_update_slice(layer_cache, update.astype(layer_cache.dtype), start_indices))
-            selected.append(select_kv(update, written[-1]).astype(update.dtype))
-        stored.append((written[0], written[1]))
-        return selected[0], selected[1]
-
-    for layer in model.layers:
-        h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, mask, model.config, store)
-    keys, values = zip(*stored, strict=True)
-    return h_BTD, keys, values
+    if isinstance(cache.keys, tuple):
+        stored: list[list[Array]] = []
+        for layer, *caches in zip(model.layers, cache.keys, cache.values, strict=True):
+            h_BTD, written = apply_layer(h_BTD, layer, caches)
+            stored.append(written)
+        keys, values = zip(*stored, strict=True)
+    else:
+        indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
+        # Keys and values are in the carry, which XLA updates in place; as scan outputs they would be new arrays.
+        carry: Any = (h_BTD, cache.keys, cache.values)
+        h_BTD, keys, values = jax.lax.scan(scan_body, carry, (indices, model.layers))[0]
+    return h_BTD, _Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])

@@ -52,9 +52,8 @@ def scheme_of(raw: Any, where: str) -> Scheme | None:
     # Old files of bitsandbytes have no quant_method.
     method = file.quant_method or ("bitsandbytes" if file.load_in_4bit or file.load_in_8bit else None)
     if method not in _METHODS:
-        by = (
-            f" by {shown(method)}" if method else f", but its quantization_config {shown(raw)} does not name the method"
-        )
+        unnamed = f", but its quantization_config {shown(raw)} does not name the method"
+        by = f" by {shown(method)}" if method else unnamed
         hint = ("its codes are packed for kernels that Lowtide lacks; " if method in _CALIBRATED else "") + _DENSE_HINT
         raise ModelFileError(f"{where}: the checkpoint is quantised{by}", expected=_SUPPORTED, hint=hint)
     if method == "compressed-tensors":
@@ -85,9 +84,7 @@ def _compressed_scheme(file: QuantizationFile, method: str, filename: str) -> Sc
             raise _unsupported(filename, method, f"no {name}", f"{name} {shown(extra)}")
     kind, form = storage[0]
     blocks = set[tuple[int, int]]()
-    for weights in (group.weights for group in groups):
-        if weights is None:
-            continue
+    for weights in [group.weights for group in groups if group.weights is not None]:
         if (weights.num_bits, weights.type, weights.symmetric) != (8, kind, True):
             got = f"{weights.num_bits} bits, {shown(weights.type)}, symmetric {weights.symmetric}"
             raise _unsupported(filename, method, f"weights of 8 bits, {kind}, symmetric", got)
@@ -114,7 +111,6 @@ def _unsupported(filename: str, method: str, expected: str, got: str) -> ModelFi
 class Packed:
     """One quantised weight whose description in the file has been checked."""
 
-    name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
@@ -131,18 +127,11 @@ class Packed:
     """Codes, scales and, for double quantisation, the scales of the scales and their offset."""
     table: tuple[float, ...] = ()
     """Values of the codes; empty for formats whose codes are numbers."""
-    experts: MxExperts | None = None
-    """Experts in MXFP4, which replace `parts`."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element while it is read as an array."""
-        return 2 if self.experts is not None else 4
+    itemsize: int = 4
+    """Bytes per element while it is read as an array."""
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Dequantise a part of the weight: in float32, or in bfloat16 if that represents every value exactly."""
-        if self.experts is not None:
-            return self.experts.read(index)
+        """Dequantise a part of the weight, in float32."""
         rows, columns = index
         weights = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
         for piece, _ in pieces(weights.shape, 16):
@@ -170,9 +159,6 @@ class Packed:
         return np.repeat(scales, block, axis=1)[:, columns.start - low * block : columns.stop - low * block]
 
 
-Stored = Source | Packed | GgufTensor
-"""A weight in a file: a plain tensor, a quantised weight, or a tensor of a GGUF file."""
-
 _DOWNLOAD_HINT = "the file is damaged, or of another version of the software that wrote it; download it again"
 _STATE = ".quant_state.bitsandbytes__"
 _MOST_STATE_BYTES = 4096
@@ -188,29 +174,28 @@ def group_tensors(tensors: Mapping[str, Source], scheme: Scheme, notes: list[str
     Messages for the user are appended to `notes`. A tensor that is missing or does not match raises ModelFileError.
     """
     remaining = dict(tensors)
+    packed: Mapping[str, Packed | MxExperts]
     if scheme.method == "mxfp4":
         packed = _group_mxfp4(remaining)
     elif scheme.method != "bitsandbytes":
         packed = _group_scaled(remaining, scheme)
-        ignored = [name for name in remaining if name.endswith(_IGNORED_SUFFIXES)]
-        for name in ignored:
-            del remaining[name]
-        if ignored:
-            notes.append(f"{len(ignored)} activation scales are not applied: products use only the stored weights")
+        num_tensors = len(remaining)
+        remaining = {name: source for name, source in remaining.items() if not name.endswith(_IGNORED_SUFFIXES)}
+        if num_ignored := num_tensors - len(remaining):
+            notes.append(f"{num_ignored} activation scales are not applied: products use only the stored weights")
     elif scheme.form is None or scheme.form.name == "nf4":
         packed = _group_4bit(remaining)
     else:
         packed = _group_int8(remaining, scheme)
-    if unsupported := sorted({weight.dtype for weight in packed if weight.form is None}):
-        notes.append(
-            f"weights in {' and '.join(unsupported)} are loaded as arrays: products with them are not supported yet"
-        )
-    return {**remaining, **{weight.name: weight for weight in packed}}
+    if unsupported := sorted({weight.dtype for weight in packed.values() if weight.form is None}):
+        names = " and ".join(unsupported)
+        notes.append(f"weights in {names} are loaded as arrays: products with them are not supported yet")
+    return {**remaining, **packed}
 
 
-def _group_4bit(tensors: dict[str, Source]) -> list[Packed]:
-    states = [name for name in tensors if _STATE in name]
-    packed = [_pack_4bit(name.partition(_STATE)[0], name, tensors) for name in states]
+def _group_4bit(tensors: dict[str, Source]) -> dict[str, Packed]:
+    states = {name.partition(_STATE)[0]: name for name in tensors if _STATE in name}
+    packed = {name: _pack_4bit(name, state_name, tensors) for name, state_name in states.items()}
     for name, source in tensors.items():
         if source.dtype == "U8" and name.endswith(".weight"):
             problem = f"{source.file}: {shown(name)} is quantised, but its quantisation state is missing"
@@ -259,7 +244,6 @@ def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
         nested_scales = _RowMajor(nested, (-(-count // 256),), np.float32)
         parts = (codes, _RowMajor(absmax, shape, np.uint8), nested_scales, _Number(offset))
     return Packed(
-        name=name,
         file=weight.file,
         shape=(out, inner),
         dtype=state.quant_type.upper(),
@@ -272,33 +256,35 @@ def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
     )
 
 
-def _group_int8(tensors: dict[str, Source], scheme: Scheme) -> list[Packed]:
-    packed: list[Packed] = []
+def _group_int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
+    packed: dict[str, Packed] = {}
     for name in [name for name in tensors if name.endswith(".SCB")]:
         module, scales = name.removesuffix(".SCB"), tensors.pop(name)
         weight = _pop_tensor(tensors, f"{module}.weight", scales)
         _check_matrix(weight, "I8")
         _check_vector(scales, weight.shape[0], "F32")
+        if scales.shape[0] != weight.shape[0]:
+            raise _error(scales, f"one row for each of {weight.shape[0]} rows of weights", f"shape {scales.shape}")
         layout = tensors.pop(f"{module}.weight_format", None)
         if layout is not None and (
-            math.prod(layout.shape) != 1 or int(layout.read(tuple(slice(0, 1) for _ in layout.shape)).item()) != 0
+            math.prod(layout.shape) != 1 or layout.read((slice(0, 1),) * len(layout.shape)).any()
         ):
             raise _error(layout, "0, the original order of rows", "another order, for one kind of GPU")
         # 1 / 127, with the digits that bitsandbytes uses.
         grid = _Grid(scales, (weight.shape[0], 1), 1, factor=7.874015718698502e-3)
-        packed.append(_pack_8bit(f"{module}.weight", weight, scales, grid, scheme))
+        packed[f"{module}.weight"] = _pack_8bit(weight, scales, grid, scheme)
     return packed
 
 
-def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> list[Packed]:
+def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
     """Group 8-bit weights with their scales: one per matrix, per row or per block."""
     assert scheme.form is not None
     is_inverse = scheme.method == "fp8" and any(name.endswith(".weight_scale_inv") for name in tensors)
     suffix = ".weight_scale_inv" if is_inverse else ".weight_scale"  # despite the name, both multiply the weights
-    packed: list[Packed] = []
+    packed: dict[str, Packed] = {}
     for name in [name for name in tensors if name.endswith(suffix)]:
-        scales = tensors.pop(name)
-        weight = _pop_tensor(tensors, name.removesuffix(suffix) + ".weight", scales)
+        scales, weight_name = tensors.pop(name), f"{name.removesuffix(suffix)}.weight"
+        weight = _pop_tensor(tensors, weight_name, scales)
         _check_matrix(weight, "F8_E4M3" if scheme.form.name == "fp8" else "I8")
         out, inner = weight.shape
         rows, columns = scheme.block or (out, inner)
@@ -310,20 +296,18 @@ def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> list[Packed]:
         elif scheme.block is not None and scales.shape == blocks:
             grid = _Grid(scales, (out, blocks[1]), rows)
         else:
-            expected = (
-                f"one, or one for each of the {out} rows" if scheme.block is None else f"{blocks} of {scheme.block}"
-            )
+            per_row = f"one, or one for each of the {out} rows"
+            expected = per_row if scheme.block is None else f"{blocks} of {scheme.block}"
             raise _error(scales, f"scales: {expected}", f"shape {scales.shape}")
         if scales.dtype not in ("F32", "BF16", "F16"):
             raise _error(scales, "F32, BF16 or F16", scales.dtype)
-        packed.append(_pack_8bit(name.removesuffix(suffix) + ".weight", weight, scales, grid, scheme))
+        packed[weight_name] = _pack_8bit(weight, scales, grid, scheme)
     return packed
 
 
-def _pack_8bit(name: str, weight: Source, scales: Source, grid: _Grid, scheme: Scheme) -> Packed:
+def _pack_8bit(weight: Source, scales: Source, grid: _Grid, scheme: Scheme) -> Packed:
     assert scheme.form is not None
     return Packed(
-        name=name,
         file=weight.file,
         shape=weight.shape,
         dtype=scheme.form.name.upper(),
@@ -334,8 +318,8 @@ def _pack_8bit(name: str, weight: Source, scales: Source, grid: _Grid, scheme: S
     )
 
 
-def _group_mxfp4(tensors: dict[str, Source]) -> list[Packed]:
-    packed: list[Packed] = []
+def _group_mxfp4(tensors: dict[str, Source]) -> dict[str, MxExperts]:
+    packed: dict[str, MxExperts] = {}
     for name in [name for name in tensors if name.endswith("_blocks")]:
         blocks = tensors.pop(name)
         weight_name = name.removesuffix("_blocks")
@@ -344,18 +328,7 @@ def _group_mxfp4(tensors: dict[str, Source]) -> list[Packed]:
             raise _error(blocks, "U8 of shape [experts, out, blocks, 16]", f"{blocks.dtype} of shape {blocks.shape}")
         if scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
             raise _error(scales, f"U8 of shape {blocks.shape[:-1]}", f"{scales.dtype} of shape {scales.shape}")
-        experts = MxExperts(blocks, scales, np.asarray(format_named("mxfp4").table, np.float32))
-        packed.append(
-            Packed(
-                name=weight_name,
-                file=blocks.file,
-                shape=experts.shape,
-                dtype="MXFP4",
-                num_bytes=blocks.num_bytes + scales.num_bytes,
-                weight_dtype="bfloat16",
-                experts=experts,
-            )
-        )
+        packed[weight_name] = MxExperts(blocks, scales, np.asarray(format_named("mxfp4").table, np.float32))
     return packed
 
 
@@ -401,9 +374,9 @@ def _elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
     is_half = element_dtype == jnp.uint4
     # The file may store elements in a wider dtype, such as 4-bit codes in bfloat16: find the range of bytes, then read
     # the stored elements that cover it.
-    low, high = (
-        (start // 2, -(-stop // 2)) if is_half else (start * element_dtype.itemsize, stop * element_dtype.itemsize)
-    )
+    low, high = start * element_dtype.itemsize, stop * element_dtype.itemsize
+    if is_half:
+        low, high = start // 2, -(-stop // 2)
     size = source.itemsize
     first, last = low // size, -(-high // size)
     if math.prod(source.shape) == 1 or not source.shape:
@@ -459,7 +432,6 @@ class _Number:
     itemsize: int = 4
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the number."""
         del index
         return np.asarray(self.value, np.float32)
 
@@ -482,8 +454,7 @@ class _Grid:
         if len(self.source.shape) == 2:
             stored = self.source.read((slice(first, last), columns))
         else:
-            source_index = tuple(slice(first, last) for _ in self.source.shape)
-            stored = self.source.read(source_index).reshape(-1, 1)
+            stored = self.source.read((slice(first, last),) * len(self.source.shape)).reshape(-1, 1)
         scales = stored.astype(np.float32) * np.float32(self.factor)
         return scales[np.arange(rows.start, rows.stop) // self.rows - first]
 
@@ -505,7 +476,6 @@ class _Spread:
     itemsize: int = 32
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Compute a part of the scales in float32."""
         rows, columns = (np.arange(axis.start, axis.stop) for axis in index)
         # Index of the file's block that contains each shorter block, in the order of the flat matrix.
         block_index = (rows[:, None] * self.shape[1] + columns[None]) * self.short // self.block
@@ -527,10 +497,20 @@ class MxExperts:
     scales: Source
     values: Any
     itemsize: int = 2
+    dtype: str = "MXFP4"
+    weight_dtype: str | None = "bfloat16"
+    form: Format | None = None
+
+    @property
+    def file(self) -> Path:
+        return self.blocks.file
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.num_bytes + self.scales.num_bytes
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the experts' weights in the decoder."""
         experts, out, num_blocks, _ = self.blocks.shape
         return (experts, num_blocks * 32, out)
 
@@ -557,3 +537,7 @@ class MxExperts:
         codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:2], 32)
         values = np.ldexp(self.values[codes], exponents[..., None].astype(np.int32) - 127)
         return values.reshape(len(values), -1).astype(jnp.bfloat16)
+
+
+Stored = Source | Packed | MxExperts | GgufTensor
+"""A weight in a file: a plain tensor, a quantised weight or experts, or a tensor of a GGUF file."""

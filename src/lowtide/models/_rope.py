@@ -40,8 +40,7 @@ def rotary(
 def rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
     """Rotate the first R dimensions of each head, in float32."""
     rotary_dim = 2 * cos.shape[-1]
-    x32 = x_BTNH[..., :rotary_dim].astype(jnp.float32)
-    first, second = jnp.split(x32, 2, axis=-1)
+    first, second = jnp.split(x_BTNH[..., :rotary_dim].astype(jnp.float32), 2, axis=-1)
     output = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
     return output if rotary_dim == x_BTNH.shape[-1] else jnp.concatenate([output, x_BTNH[..., rotary_dim:]], axis=-1)
 
@@ -56,7 +55,14 @@ def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tupl
         case "linear":
             return freq / scaling.factor, 1.0
         case "dynamic":
-            return _dynamic_frequencies(config, scaling, length), 1.0
+            assert length is not None
+            pretrained_length = config.max_position_embeddings
+            effective_length = jnp.maximum(length, pretrained_length).astype(jnp.float32)
+            # The base grows with the length beyond that of pretraining. Lowest frequency: theta ** -((dim - 2) / dim).
+            # With the base times growth ** (dim / (dim - 2)) it is divided by exactly `growth`, and the highest
+            # frequency, 1, does not change.
+            growth = scaling.factor * effective_length / pretrained_length - (scaling.factor - 1)
+            return _base_frequencies(config.rope_theta * growth[..., None] ** (dim / (dim - 2)), dim), 1.0
         case "llama3":
             # Rotations over the length of pretraining: frequencies with few are scaled, with many kept, others blended.
             turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
@@ -115,17 +121,6 @@ def document_lengths(config: DecoderConfig, positions_BT: Array, segments_BT: Ar
 def _base_frequencies(theta: float | Array, dim: int) -> Array:
     exponents = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
     return theta ** -jnp.expand_dims(exponents, tuple(range(jnp.ndim(theta) - 1)))
-
-
-def _dynamic_frequencies(config: DecoderConfig, scaling: RopeScaling, length: Array | None) -> Array:
-    """Return frequencies for a base that grows with the length beyond that of pretraining."""
-    assert length is not None
-    pretrained_length, dim = config.max_position_embeddings, config.rotary_dim
-    effective_length = jnp.maximum(length, pretrained_length).astype(jnp.float32)
-    # Lowest frequency: theta ** -((dim - 2) / dim). With the base times grown ** (dim / (dim - 2)) it is divided by
-    # exactly `growth`, and the highest frequency, 1, does not change.
-    growth = scaling.factor * effective_length / pretrained_length - (scaling.factor - 1)
-    return _base_frequencies(config.rope_theta * growth[..., None] ** (dim / (dim - 2)), dim)
 
 
 def _yarn_ramp(scaling: RopeScaling, theta: float, dim: int) -> Array:

@@ -72,7 +72,6 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in the file's header."""
         return self._shape
 
     @functools.cached_property
@@ -86,12 +85,10 @@ class Source:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return jnp.dtype(DTYPES[self.dtype]).itemsize if self.dtype in DTYPES else _OTHER_ITEMSIZES.get(self.dtype, 8)
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file, in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @functools.cached_property
@@ -198,17 +195,14 @@ class Tensor:
 
     @property
     def dtype(self) -> Any:
-        """Dtype in the file."""
         return jnp.dtype(self.rounded or self.leaf.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in the file."""
         return tuple(self.leaf.shape[len(self.index) :])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def parts(self) -> Iterator[np.ndarray]:
@@ -254,7 +248,10 @@ def write_model(
                 _write_shard(directory / f"{_TEMPORARY_PREFIX}{name}", shard)
             other_files = dict(files)
             if len(shards) > 1:
-                other_files[INDEX] = _encode_index(names, shards)
+                weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+                metadata = {"total_size": sum(tensor.num_bytes for tensor in tensors)}
+                index = {"metadata": metadata, "weight_map": weight_map}
+                other_files[INDEX] = (json.dumps(index, indent=2) + "\n").encode()
             for name, content in other_files.items():
                 with _create_synced(directory / f"{_TEMPORARY_PREFIX}{name}") as file:
                     file.write(content)
@@ -283,12 +280,9 @@ def _unused_names(directory: Path, count: int) -> list[str]:
     """Return shard names that no file has; files that an index lists are never overwritten."""
     if count == 1:
         return [SINGLE]
-    for generation in itertools.count(1):
-        prefix = "" if generation == 1 else f"{generation}-"
-        names = [f"model-{prefix}{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        if not any(os.path.lexists(directory / name) for name in names):
-            return names
-    raise AssertionError("some number is free")
+    prefixes = itertools.chain([""], (f"{generation}-" for generation in itertools.count(2)))
+    shards = ([f"model-{prefix}{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] for prefix in prefixes)
+    return next(names for names in shards if not any(os.path.lexists(directory / name) for name in names))
 
 
 def _encode_header(shard: Sequence[Tensor]) -> bytes:
@@ -311,15 +305,8 @@ def _write_shard(path: Path, shard: Sequence[Tensor]) -> None:
             for part in tensor.parts():
                 file.write(part.reshape(-1).view(np.uint8).data)
     with open_tensors([path]) as tensors:
-        assert {name: source.shape for name, source in tensors.items()} == {
-            tensor.name: tensor.shape for tensor in shard
-        }
-
-
-def _encode_index(names: Sequence[str], shards: Sequence[Sequence[Tensor]]) -> bytes:
-    weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    total = sum(tensor.num_bytes for shard in shards for tensor in shard)
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n").encode()
+        shapes = {tensor.name: tensor.shape for tensor in shard}
+        assert {name: source.shape for name, source in tensors.items()} == shapes
 
 
 def _commit_files(directory: Path, names: Sequence[str], other_files: Mapping[str, bytes]) -> None:
@@ -334,7 +321,8 @@ def _commit_files(directory: Path, names: Sequence[str], other_files: Mapping[st
     for name in shards:
         rename(name)  # the old model: no index lists these shards yet
     _sync_directory(directory)
-    if any(_read_if_present(directory / name) != other_files[name] for name in side_files):
+    old_files = {name: (directory / name).read_bytes() for name in side_files if (directory / name).exists()}
+    if any(old_files.get(name) != other_files[name] for name in side_files):
         (directory / CONFIG).unlink(missing_ok=True)  # no model
     rename(commit_name)
     # Lowtide or other software could read an older model in the other layout (single file or index) in place of this.
@@ -346,13 +334,6 @@ def _commit_files(directory: Path, names: Sequence[str], other_files: Mapping[st
     for path in directory.iterdir():
         if _SHARD.fullmatch(path.name) and path.name not in shards:
             path.unlink()
-
-
-def _read_if_present(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
 
 
 @contextlib.contextmanager

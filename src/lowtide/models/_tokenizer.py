@@ -65,11 +65,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         ModelFileError: when `tokenizer.json` is missing or damaged. Also when another file lists a token that
             `tokenizer.json` lacks, with an id that is not the next free one.
     """
-    path = input_file(
-        directory,
-        "tokenizer.json",
-        hint="save the tokenizer in the fast format: transformers' AutoTokenizer(...).save_pretrained writes it",
-    )
+    hint = "save the tokenizer in the fast format: transformers' AutoTokenizer(...).save_pretrained writes it"
+    path = input_file(directory, "tokenizer.json", hint=hint)
     content = read_input(path, most_bytes=_MOST_BYTES)
     _check(content, str(path))
     try:
@@ -133,10 +130,8 @@ def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
     for entry in entries:
         token = validate(AddedTokenFile, entry, source, hint=_COPY_HINT)
         ids[token.content] = token.id
-        tokens[token.content] = AddedToken(
-            **{name: getattr(token, name) for name in ("content", "single_word", "lstrip", "rstrip", "normalized")},
-            special=token.special,
-        )
+        fields = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+        tokens[token.content] = AddedToken(**token.model_dump(include=fields))
     order = sorted(tokens, key=ids.__getitem__)
     existing = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for text in dict.fromkeys([*order, *special.values()]):
@@ -170,7 +165,6 @@ def _check_in_subprocess(content: bytes, filename: str) -> None:
     command = [sys.executable, "-I", "-S", "-c", _GUARD, site_packages, str(_MOST_SECONDS), str(most_bytes), _PROBE]
     # Threads take address space, which is limited.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-
     try:
         process = subprocess.run(
             command, input=content, env=environment, capture_output=True, timeout=_MOST_SECONDS, check=False
@@ -179,8 +173,7 @@ def _check_in_subprocess(content: bytes, filename: str) -> None:
         got = f"no result after {_MOST_SECONDS} s"
         raise ModelFileError(f"{filename}: not a tokenizer", got=got, hint=_COPY_HINT) from error
     if process.returncode:
-        stderr_lines = process.stderr.decode("utf-8", "replace").strip().splitlines()
-        causes = stderr_lines[-1:]
+        causes = process.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
         if process.returncode < 0:
             causes.insert(0, f"a process that signal {-process.returncode} ended while it read the file")
         got = shortened(": ".join(causes))

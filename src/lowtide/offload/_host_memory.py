@@ -6,6 +6,7 @@ call works for a loaded checkpoint, a traced function and an ahead-of-time compi
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -41,8 +42,6 @@ from ..core._compat import row_major
 
 # Limits. A program can reach only ``pinned_host``, so `to_host` has no other kind. Compile-only GPUs have no host
 # memory: a shape placed there stays on the device, with a warning.
-
-_MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 
 
 def to_host(tree: Tree, where: Selector = "**") -> Tree:
@@ -149,7 +148,8 @@ def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mes
         >>> kinds["adam"]["mu"].memory_kind, kinds["adam"]["count"].memory_kind
         ('pinned_host', 'device')
     """
-    check_choice("kind", kind, _MEMORY_KINDS, hint='use "pinned_host", the host memory that a device can read directly')
+    hint = 'use "pinned_host", the host memory that a device can read directly'
+    check_choice("kind", kind, ("device", "pinned_host", "unpinned_host"), hint=hint)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_placement)
     paths = [path for path, _ in leaves_with_paths(tree, is_leaf=_is_placement)]
     sample = ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
@@ -165,10 +165,9 @@ def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mes
             f"the regular expression {match!r} matches none of {len(paths)} whole paths: {sample}",
             hint=f"did you mean {f'.*({match}).*'!r}?" if partial_matches else hint,
         )
-    shardings = [_sharding_of(leaf, mesh) for leaf in leaves]
     return treedef.unflatten(
-        _with_memory_kind(s, kind if is_matching else "device")
-        for s, is_matching in zip(shardings, is_match, strict=True)
+        _with_memory_kind(_sharding_of(leaf, mesh), kind if is_matching else "device")
+        for leaf, is_matching in zip(leaves, is_match, strict=True)
     )
 
 
@@ -186,7 +185,7 @@ def _sharding_of(leaf: Any, mesh: Mesh | None) -> Sharding:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, Sharding):
         return sharding
-    return SingleDeviceSharding(default_device()) if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return SingleDeviceSharding(traced_device()) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def _with_memory_kind(sharding: Sharding, kind: str) -> Sharding:
@@ -204,21 +203,15 @@ def _with_memory_kind(sharding: Sharding, kind: str) -> Sharding:
 
 def warn_without_host_memory(owner: str, leaves: str) -> bool:
     """Return whether JAX's default device only compiles and has no host memory; warn that leaves are on the device."""
-    if default_device().addressable_memories():
+    if traced_device().addressable_memories():
         return False
     warnings.warn(
         f"{owner}: this compile-only device has no host memory, so {leaves} are arguments on the device\n"
         "hint: use lowtide.memory.analyze, which counts them as host memory if they were placed there",
         PlacementWarning,
-        stacklevel=4,
+        stacklevel=3,
     )
     return True
-
-
-def default_device() -> Any:
-    """Return JAX's default device; while a function is traced for another target, a device of that target."""
-    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return device if hasattr(device, "platform") else jax.devices(device)[0]
 
 
 # What each platform needs for entries of arrays in host memory. A slice is cut in the memory that holds the array, and
@@ -245,7 +238,6 @@ def read(tree: Tree, index: Any) -> Tree:
     """Read one entry of every leaf's leading axis to the device, without that axis; only the entry moves."""
 
     def read_leaf(leaf: Any) -> Any:
-        # Slice first, in the memory of the array, so that only the slice moves.
         return jnp.reshape(_move_entry(jax.lax.dynamic_slice_in_dim(leaf, index, 1), leaf, DEVICE), leaf.shape[1:])
 
     return jax.tree.map(read_leaf, tree)
@@ -271,20 +263,15 @@ def _move_entry(entry: Any, leaf: Any, space: Any) -> Any:
 
 
 def entry_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of one entry of a leaf's leading axis."""
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
 def zero_buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
     """Make zeros with more leading axes for every leaf of `like`, in a memory space; random keys stay on the device."""
-
     # XLA allocates the zeros directly on the host. Broadcasting a scalar on the host works on a TPU too, but a GPU
     # program would compute it on the host.
-    def make_leaf(leaf: Any) -> Any:
-        zeros = jnp.zeros((*leading, *leaf.shape), leaf.dtype)
-        return zeros if is_key(leaf) else put(zeros, space)
-
-    return jax.tree.map(make_leaf, like)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), like)
+    return jax.tree.map(lambda leaf: leaf if is_key(leaf) else put(leaf, space), zeros)
 
 
 def put(tree: Tree, space: Any) -> Tree:
@@ -301,12 +288,9 @@ def fetch(tree: Tree, after: Tree) -> Tree:
     first_block = zero_after(after)
 
     def fetch_leaf(leaf: Any) -> Any:
-        rows = next(
-            (n for n in (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8) if leaf.shape and not leaf.shape[0] % n), 0
-        )
-        if memory_space(leaf) == DEVICE or leaf.ndim < 2 or not rows or not is_row_major(leaf.shape, leaf.dtype):
+        rows = math.gcd(leaf.shape[0], 4096) if leaf.shape else 0
+        if memory_space(leaf) == DEVICE or leaf.ndim < 2 or rows < 8 or not is_row_major(leaf.shape, leaf.dtype):
             return put(leaf, DEVICE)
-
         check_host_slices()
 
         def copy(i: Any, result: Any) -> Any:

@@ -160,7 +160,9 @@ class _Namer:
 
         def apply(old: Any, operand_origins: list[_Origin]) -> list[_Origin]:
             eqn = self._name_inside(old, operand_origins, scope)
-            if _should_name(eqn):
+            # A function with a custom derivative rule is named if it contains a product or a kernel.
+            candidates = [eqn, *(equations(called(eqn)) if _is_custom(eqn) else ())]
+            if any(candidate.primitive.name in (*_PRODUCTS, *_KERNELS) for candidate in candidates):
                 self.has_names = True
                 values = [_narrowing_cast(var, consumers, jaxpr.outvars) for var in eqn.outvars]
                 if not any(_is_name(use) for v in (*eqn.outvars, *values) for use in consumers.get(v, [])):
@@ -201,8 +203,13 @@ class _Namer:
         """Return one name for each result of an operation that is worth a name."""
         primitive = eqn.primitive.name
         scope = (*scope, *_scopes(eqn))
-        if _is_in_attention(eqn):
-            return self._attention_names(eqn, scope)
+        frames = getattr(eqn.source_info.traceback, "frames", None) or ()
+        if any(frame.function_name == _ATTENTION and "jax" in frame.file_name for frame in frames):
+            if primitive not in _PRODUCTS:
+                return self._result_names(eqn, (*scope, _ATTENTION))
+            self._attention_products += 1  # XLA computes two products: the scores, then scores times values
+            leaf = [_ATTENTION, "scores"] if self._attention_products % 2 else [_ATTENTION]
+            return [self._unique_name("/".join((*scope, *leaf)))]
         if primitive in _PRODUCTS:
             parameters = [path for path in operand_origins[:2] if path]
             if parameters:
@@ -213,13 +220,6 @@ class _Namer:
             return [self._unique_name("/".join((*scope, _PRODUCTS[primitive])), first="_0")]
         function_name = opened(called(eqn)).debug_info.func_name if _is_custom(eqn) else eqn.params.get("name")
         return self._result_names(eqn, (*scope, _unqualified_name(function_name) or primitive))
-
-    def _attention_names(self, eqn: Any, scope: tuple[str, ...]) -> list[str]:
-        if eqn.primitive.name not in _PRODUCTS:
-            return self._result_names(eqn, (*scope, _ATTENTION))
-        self._attention_products += 1  # XLA computes two products: the scores, then scores times values
-        leaf = [_ATTENTION, "scores"] if self._attention_products % 2 else [_ATTENTION]
-        return [self._unique_name("/".join((*scope, *leaf)))]
 
     def _result_names(self, eqn: Any, path: tuple[str, ...]) -> list[str]:
         name = self._unique_name("/".join(path))
@@ -270,20 +270,9 @@ def _unqualified_name(name: Any) -> str:
     return unqualified if unqualified.isidentifier() else ""
 
 
-def _is_in_attention(eqn: Any) -> bool:
-    frames = getattr(eqn.source_info.traceback, "frames", None) or ()
-    return any(frame.function_name == _ATTENTION and "jax" in frame.file_name for frame in frames)
-
-
 def _is_custom(eqn: Any) -> bool:
     kind = kind_of(eqn)
     return kind is not None and kind.is_custom
-
-
-def _should_name(eqn: Any) -> bool:
-    """Return whether an operation is a product or a kernel, or a custom-derivative function that contains one."""
-    candidates = [eqn, *(equations(called(eqn)) if _is_custom(eqn) else ())]
-    return any(inner_eqn.primitive.name in (*_PRODUCTS, *_KERNELS) for inner_eqn in candidates)
 
 
 # FLOPs count the operations between a value and the values that exist anyway: the function's arguments and the other
@@ -376,7 +365,7 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
         up    3 x float32[4, 8]   384 B            1.54e+03
     """
     closed = _trace(fn, args, kwargs).closed
-    graph = _Graph(1, "")
+    graph = _Graph(1)
     graph.add(closed, [graph.new_value() for _ in closed.in_avals])
     merged: dict[tuple[Any, ...], Name] = {}
     for row in graph.rows():
@@ -391,28 +380,26 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
 class _Graph:
     """Operations of one iteration, with calls inlined. A value is a number, computed by one operation or given."""
 
-    def __init__(self, count: int, hidden: str) -> None:
-        self._count, self._hidden = count, hidden
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._num_values = 0
         self._producers: dict[int, tuple[list[int], int, bool]] = {}
         self._order: list[Any] = []  # (operation, value, hidden) for a name, a graph for a body
 
     def new_value(self) -> int:
-        """Return the number of a new given value."""
         self._num_values += 1
         return self._num_values
 
     def add(self, jaxpr: Any, arguments: list[int], hidden: str = "") -> list[int]:
         """Add the operations of a jaxpr; return the values of its results."""
-        hidden = hidden or self._hidden
 
         def apply(eqn: Any, operands: list[int]) -> list[int]:
             inner_hidden = hidden or _HIDING.get(kind_of(eqn), "")
             if (inner := called(eqn)) is not None:
                 return self.add(inner, operands, inner_hidden)
             for body in bodies(eqn):  # loops and branches have separate graphs with given arguments
-                graph = _Graph(self._count * body.times, inner_hidden)
-                graph.add(body.jaxpr, [graph.new_value() for _ in body.jaxpr.in_avals])
+                graph = _Graph(self._count * body.times)
+                graph.add(body.jaxpr, [graph.new_value() for _ in body.jaxpr.in_avals], inner_hidden)
                 self._order.append(graph)
             results = [self.new_value() for _ in eqn.outvars]
             producer = (operands, eqn_flops(eqn), _is_name(eqn))
@@ -580,45 +567,44 @@ def _refuse_two_claims(claimed: Sequence[tuple[str, str]]) -> None:
 
 
 def _decide(claims: tuple[_Claim, ...], traced: _Traced, fn_name: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Decide which names to save and which to offload, for a traced function."""
+    """Return the names to save and the names to offload."""
     values = list(_named_values(traced.closed.jaxpr))
-    visible = {value.name for value in values if not value.hidden}
+    visible = {name for name, _, reason in values if not reason}
     requested = {pattern for claim in claims for pattern in claim.patterns if not claim.is_regex}
     is_exclusion = {claim.argument for claim in claims} == {"recompute"}
-    # If all names are exact and visible, no second trace for custom derivative rules is needed.
+    # Differentiation replaces functions with custom derivative rules by code that the jaxpr does not contain. If all
+    # names are exact and visible, no second trace for such rules is needed.
     is_resolved = requested <= visible and not is_exclusion and not any(claim.is_regex for claim in claims)
-    if not is_resolved and _has_custom_rule(traced.closed.jaxpr):
+    if not is_resolved and any(map(_is_custom, equations(traced.closed.jaxpr))):
         visible |= _names_under_differentiation(jex.jaxpr_as_fun(traced.closed), traced)
-    hidden = {value.name: value for value in values if value.name not in visible}
+    reasons = {name: reason for name, _, reason in values if name not in visible}
     claimed: dict[str, list[str]] = {"save": [], "offload": [], "recompute": []}
     for claim in claims:
         for pattern in claim.patterns:
-            claimed[claim.argument] += _match_names(claim, pattern, sorted(visible), hidden, fn_name)
+            claimed[claim.argument] += _match_names(claim, pattern, sorted(visible), reasons, fn_name)
     _refuse_two_claims([(argument, name) for argument, names in claimed.items() for name in names])
-    for value in values:
-        if value.name in claimed["offload"] and value.aval.memory_space == jax.memory.Space.Host:
+    for name, aval, _ in values:
+        if name in claimed["offload"] and aval.memory_space == jax.memory.Space.Host:
             hint = "leave it out: a value on the host costs no device memory until the backward pass"
-            raise PlacementError(f"offload: {value.name!r} in {fn_name} is already on the host", hint=hint)
+            raise PlacementError(f"offload: {name!r} in {fn_name} is already on the host", hint=hint)
     save = visible.difference(claimed["recompute"]) if is_exclusion else claimed["save"]
     return frozenset(save), frozenset(claimed["offload"])
 
 
-def _match_names(
-    claim: _Claim, pattern: str, visible: list[str], hidden: dict[str, _NamedValue], fn_name: str
-) -> list[str]:
+def _match_names(claim: _Claim, pattern: str, visible: list[str], reasons: dict[str, str], fn_name: str) -> list[str]:
     """Return the names that one pattern of a claim matches; raise or warn where JAX would ignore the pattern."""
-    visible_matches, hidden_matches = claim.matches(pattern, visible), claim.matches(pattern, list(hidden))
+    visible_matches, hidden_matches = claim.matches(pattern, visible), claim.matches(pattern, list(reasons))
     if not visible_matches and not hidden_matches:
-        names = sorted({*visible, *hidden})
+        names = sorted({*visible, *reasons})
         problem = f"{claim.argument}: {pattern!r} matches no named value of {fn_name}"
         got = f"{len(names)} names: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "no name"
         raise SelectionError(problem, got=got, hint=_near_misses(pattern, names))
     if hidden_matches and claim.argument != "recompute":
-        value = hidden[hidden_matches[0]]
-        message = f"{claim.argument}: {value.name!r} in {fn_name} is {value.hidden}; checkpoint policies do not see it"
+        name, reason = hidden_matches[0], reasons[hidden_matches[0]]
+        message = f"{claim.argument}: {name!r} in {fn_name} is {reason}; checkpoint policies do not see it"
         hint = (
             "use the value that checkpoint_name returned"
-            if value.hidden.startswith("dead")
+            if reason.startswith("dead")
             else "name a residual in the rule's forward function, or name the function's result (lowtide.offload.tag)"
         )
         if not visible_matches:
@@ -666,13 +652,11 @@ class _Traced:
     """A function of its array arguments; all other arguments are constants."""
 
     closed: Any
-    """The `ClosedJaxpr`."""
     arrays: tuple[Any, ...]
     """The traced leaves, which are the arguments of the jaxpr."""
     paths: tuple[str, ...]
     """Path of each leaf within its argument; empty for an argument that is an array itself."""
     out_tree: Any
-    """The structure of the result."""
 
 
 def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Traced:
@@ -684,10 +668,8 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     ]
 
     def call_with_arrays(*arrays: Any) -> Tree:
-        new_leaves = list(leaves)
-        for i, array in zip(array_indices, arrays, strict=True):
-            new_leaves[i] = array
-        positional, keywords = treedef.unflatten(new_leaves)
+        new_leaves = dict(enumerate(leaves)) | dict(zip(array_indices, arrays, strict=True))
+        positional, keywords = treedef.unflatten(new_leaves.values())
         return fn(*positional, **keywords)
 
     arrays = tuple(leaves[i] for i in array_indices)
@@ -697,33 +679,18 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     return _Traced(closed, arrays, paths, jax.tree.structure(shape))
 
 
-@dataclasses.dataclass(frozen=True)
-class _NamedValue:
-    """One `checkpoint_name` in a traced function."""
-
-    name: str
-    aval: Any
-    hidden: str
-    """Why a checkpoint policy cannot see the value; empty if it can."""
-
-
 def _is_name(eqn: Any) -> bool:
     """Return whether an operation gives a name that is not one of the library's own."""
     return eqn.primitive is name_p and not is_own_name(eqn.params["name"])
 
 
-def _named_values(jaxpr: Any) -> Iterator[_NamedValue]:
-    """Yield all named values of a jaxpr and the jaxprs inside it, in program order."""
+def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name and aval of each named value, and why checkpoint policies do not see it; empty if they do."""
     read = variables_read(jaxpr)
     for eqn, hidden in walk(jaxpr, "", lambda eqn, _, hidden: hidden or _HIDING.get(kind_of(eqn), "")):
         if _is_name(eqn):
             unread = "" if eqn.outvars[0] in read else "dead code: the result of checkpoint_name is not used"
-            yield _NamedValue(eqn.params["name"], eqn.outvars[0].aval, hidden or unread)
-
-
-def _has_custom_rule(jaxpr: Any) -> bool:
-    """Return whether differentiation replaces a part of the jaxpr by code that the jaxpr does not contain."""
-    return any(map(_is_custom, equations(jaxpr)))
+            yield eqn.params["name"], eqn.outvars[0].aval, hidden or unread
 
 
 def _names_under_differentiation(fn: Callable[..., Any], traced: _Traced) -> set[str]:

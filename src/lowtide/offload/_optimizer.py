@@ -32,6 +32,7 @@ from ..core import (
     axis_names,
     check_choice,
     check_integer,
+    combine,
     explicit_mesh,
     is_array_like,
     leaf_bytes,
@@ -40,6 +41,7 @@ from ..core import (
     memory_space,
     parse_bytes,
     shown,
+    split_static,
     varying_axes,
 )
 from ..core._compat import inside_branch, transformation
@@ -47,7 +49,6 @@ from ..jaxprs import make_jaxpr
 from ._host_memory import DEVICE, HOST, put, warn_without_host_memory
 from ._streaming import large_on_host, refuse_other_structure, stream
 
-_MODES = ("streamed", "leaf", "whole")
 _UNKNOWN_SHARDINGS = "it is on a mesh of several devices and shardings= is missing"
 _SHARDINGS_HINT = "pass jax.tree.map(lambda p: p.sharding, params), computed outside of jit"
 
@@ -117,7 +118,7 @@ def optimizer(
         Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, https://arxiv.org/abs/2101.06840
     """
     check_transformation(tx)
-    check_choice("mode", mode, _MODES)
+    check_choice("mode", mode, ("streamed", "leaf", "whole"))
     if is_offloaded(tx):
         hint = "wrap it once; `match` can select several parts of its state: r'.*/(mu|nu|ema)/.*'"
         raise ConfigError("the optimizer is already wrapped by lt.offload.optimizer", hint=hint)
@@ -157,7 +158,6 @@ def check_shardings(shardings: Tree) -> None:
 
 
 def is_offloaded(tx: Any) -> bool:
-    """Return whether `optimizer` made a transformation."""
     return isinstance(getattr(tx.init, "__self__", None), _OffloadedTransformation)
 
 
@@ -185,8 +185,17 @@ class _OffloadedTransformation:
         self.compiled = jax.jit(self._update)
 
     def init(self, params: Tree) -> Tree:
+        for path, leaf in leaves_with_paths(params):
+            sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+            if self.shardings is None and sharding is not None and not sharding.is_fully_replicated:
+                warnings.warn(
+                    f"{path} is sharded, but the optimizer has no shardings, so it is updated leaf by leaf\n"
+                    "hint: call lt.offload.optimizer(..., shardings=jax.tree.map(lambda p: p.sharding, params))",
+                    PlacementWarning,
+                    stacklevel=2,
+                )
+                break
         leaves = jax.tree.leaves(params)
-        self._warn_of_mesh(params)
         is_concrete = all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
         if not is_concrete or len({frozenset(leaf.sharding.device_set) for leaf in leaves}) != 1:
             return self._init(params)
@@ -203,25 +212,35 @@ class _OffloadedTransformation:
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         # For a module with functions among its leaves, such as Equinox's, Optax receives only the array leaves.
-        params = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, params)
+        params, _ = split_static(params)
         leaves = jax.tree.leaves((updates, state, params, extra))
         is_concrete = all(is_array_like(leaf) and not isinstance(leaf, Tracer) for leaf in leaves)
         return (self.compiled if is_concrete else self._update)(updates, state, params, **extra)
 
     def _update(self, grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        _refuse_branch()
-        selected = self._check_on_host(state)
-        extra_leaves, structure = jax.tree.flatten(extra)
-        arrays = {index: leaf for index, leaf in enumerate(extra_leaves) if is_array_like(leaf)}
+        if inside_branch():  # its results would be copies of the host state, and TPUs cannot compile it
+            raise StructureError(
+                "the optimizer's update is in a branch of jax.lax.cond, as in optax.MultiSteps or "
+                "optax.apply_if_finite",
+                expected="lt.offload.optimizer around the outermost transformation",
+                hint="use lt.offload.optimizer(optax.MultiSteps(tx, every_k_schedule=4).gradient_transformation()), "
+                "and match=r'.*/(mu|nu|acc_grads)/.*' to stream its state, too",
+            )
+        selected = self._select_leaves(state)
+        if not warn_without_host_memory("optimizer", "the leaves of the state"):
+            for index, (path, leaf) in enumerate(leaves_with_paths(state)):
+                if index in selected and memory_space(leaf) is not HOST:
+                    hint = "make the state with this transformation's init, or move it with lt.offload.to_host"
+                    raise PlacementError(f"optimizer state {path} is not in host memory", hint=hint)
+        arrays, static = split_static(extra)
 
-        def update(grads: Tree, state: Tree, params: Tree, arrays: dict[int, Any]) -> tuple[Tree, Tree]:
-            kwargs = structure.unflatten([arrays.get(index, leaf) for index, leaf in enumerate(extra_leaves)])
-            return self.tx.update(grads, state, params, **kwargs)
+        def update(grads: Tree, state: Tree, params: Tree, arrays: Tree) -> tuple[Tree, Tree]:
+            return self.tx.update(grads, state, params, **combine(arrays, static))
 
         # Updates have the structure of the gradients, or of the parameters if these have another one (optax.lookahead).
         is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
 
-        def replaces(grads: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Tree, Tree]:
+        def replaces(grads: Tree, state: Tree, params: Tree, arrays: Tree) -> tuple[Tree, Tree]:
             return grads if is_like_grads else params, state
 
         args = (grads, state, params, arrays)
@@ -267,7 +286,6 @@ class _OffloadedTransformation:
     def _select_leaves(self, state: Tree) -> set[int]:
         """Return the positions of the selected leaves. Random keys stay on the device, whatever the pattern selects."""
         leaves, is_match = leaves_with_paths(state), self.pattern.fullmatch
-        paths = [path for path, _ in leaves]
         selected = {
             index
             for index, (path, leaf) in enumerate(leaves)
@@ -277,7 +295,8 @@ class _OffloadedTransformation:
         }
         if not selected:
             problem = f"match={self.pattern.pattern!r} selects no leaf of the optimizer's state by its whole path"
-            got = f"{len(paths)} leaves: {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}"
+            listed = ", ".join(path for path, _ in leaves[:6]) + (", …" if len(leaves) > 6 else "")
+            got = f"{len(leaves)} leaves: {listed}"
             hint = 'use r".*" to select everything; a transformation without state needs no offloading'
             raise SelectionError(problem, got=got, hint=hint)
         return selected
@@ -292,18 +311,6 @@ class _OffloadedTransformation:
         max_bytes = min(self.chunk_bytes, sum(map(leaf_bytes, jax.tree.leaves(grads))) // 2)
         return sum(leaf_bytes(leaves[index]) for index in large) <= max_bytes
 
-    def _check_on_host(self, state: Tree) -> set[int]:
-        """Return the positions of the selected leaves, after checking that they are on the host."""
-        leaves, selected = leaves_with_paths(state), self._select_leaves(state)
-        if warn_without_host_memory("optimizer", "the leaves of the state"):
-            return selected
-        for index in sorted(selected):
-            path, leaf = leaves[index]
-            if memory_space(leaf) is not HOST:
-                hint = "make the state with this transformation's init, or move it with lt.offload.to_host"
-                raise PlacementError(f"optimizer state {path} is not in host memory", hint=hint)
-        return selected
-
     def _shardings(self, grads: Tree, state: Tree, params: Tree, arrays: Tree) -> Tree:
         if self.shardings is None:
             is_on_mesh = num_devices((grads, state, params)) > 1
@@ -311,19 +318,6 @@ class _OffloadedTransformation:
         find_sharding = _sharding_finder(self.shardings, grads)
         trees = (grads, state, params, jax.tree.map(lambda _: None, arrays))
         return tuple(map_with_paths(find_sharding, tree) for tree in trees)
-
-    def _warn_of_mesh(self, params: Tree) -> None:
-        """Warn if leaves are sharded and no shardings are given."""
-        for path, leaf in leaves_with_paths(params):
-            sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
-            if self.shardings is None and sharding is not None and not sharding.is_fully_replicated:
-                warnings.warn(
-                    f"{path} is sharded, but the optimizer has no shardings, so it is updated leaf by leaf\n"
-                    "hint: call lt.offload.optimizer(..., shardings=jax.tree.map(lambda p: p.sharding, params))",
-                    PlacementWarning,
-                    stacklevel=3,
-                )
-                return
 
     def _warn_once(self, paths: list[str], reason: str) -> None:
         if self.has_warned:
@@ -339,17 +333,6 @@ class _OffloadedTransformation:
             f"hint: {remedy}",
             PlacementWarning,
             stacklevel=2,
-        )
-
-
-def _refuse_branch() -> None:
-    """Raise inside a branch: its results would be copies of the host state, and TPUs cannot compile it."""
-    if inside_branch():
-        raise StructureError(
-            "the optimizer's update is in a branch of jax.lax.cond, as in optax.MultiSteps or optax.apply_if_finite",
-            expected="lt.offload.optimizer around the outermost transformation",
-            hint="use lt.offload.optimizer(optax.MultiSteps(tx, every_k_schedule=4).gradient_transformation()), and "
-            "match=r'.*/(mu|nu|acc_grads)/.*' to stream its state, too",
         )
 
 

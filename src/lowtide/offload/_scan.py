@@ -87,7 +87,15 @@ def scan(
     hint = 'pass inputs="host" to keep them in host memory until the backward pass'
     check_choice("inputs", inputs, ("device", "host"), hint=hint)
     length = num_layers(xs)
-    _check_on_host(xs)
+    leaves = leaves_with_paths(xs)
+    if any(memory_space(leaf) == HOST for _, leaf in leaves):
+        warn_of_tall_tiles(leaves)
+    elif not warn_without_host_memory("scan", "the layers"):
+        problem = f"{leaves[0][0]}: no leaf of xs is in host memory, so there is nothing to stream"
+        listed = ", ".join(path for path, _ in leaves[:6]) + (", …" if len(leaves) > 6 else "")
+        got = f"{len(leaves)} leaves in device memory: {listed}"
+        hint = "place them with lt.offload.to_host before the jitted function is called, or use jax.lax.scan"
+        raise PlacementError(problem, got=got, hint=hint)
     # XLA cannot slice a stack of scalars in a TPU's host memory, so such a stack is moved to the device whole.
     xs = jax.tree.map(lambda leaf: put(leaf, DEVICE) if jnp.ndim(leaf) == 1 else leaf, xs)
     init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)
@@ -112,20 +120,6 @@ def scan(
 
     run = _differentiable(pure, prefetch=prefetch, inputs_on_host=inputs == "host")
     return run(init, xs, tuple(closed.tracers))
-
-
-def _check_on_host(xs: Tree) -> None:
-    leaves = leaves_with_paths(xs)
-    if any(memory_space(leaf) == HOST for _, leaf in leaves):
-        warn_of_tall_tiles(leaves)
-        return
-    if warn_without_host_memory("scan", "the layers"):
-        return
-    paths = [path for path, _ in leaves]
-    problem = f"{paths[0]}: no leaf of xs is in host memory, so there is nothing to stream"
-    got = f"{len(paths)} leaves in device memory: {', '.join(paths[:6])}" + (", …" if len(paths) > 6 else "")
-    hint = "place them with lt.offload.to_host before the jitted function is called, or use jax.lax.scan"
-    raise PlacementError(problem, got=got, hint=hint)
 
 
 def _differentiable(body: Callable[..., Any], *, prefetch: bool, inputs_on_host: bool) -> Callable[..., Any]:
@@ -178,16 +172,15 @@ def _stream(
 ) -> tuple[Tree, Tree]:
     """Run `jax.lax.scan` over slices of `stacked`; host leaves are moved to the device one slice at a time."""
     leaves, treedef = jax.tree.flatten(stacked)
-    is_on_host = [memory_space(leaf) == HOST for leaf in leaves]
     length = leaves[0].shape[0]
-    if any(is_on_host):
+    if any(memory_space(leaf) == HOST for leaf in leaves):
         check_host_slices()
 
+    def entry_at(leaf: Any, index: Any) -> Any:
+        return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
     def fetch(index: Any) -> list[Any]:
-        return [
-            put(_entry_at(leaf, index), DEVICE) if is_host_leaf else None
-            for leaf, is_host_leaf in zip(leaves, is_on_host, strict=True)
-        ]
+        return [put(entry_at(leaf, index), DEVICE) if memory_space(leaf) == HOST else None for leaf in leaves]
 
     def body(state: Any, index: Any) -> Any:
         carry, prefetched = state
@@ -196,7 +189,7 @@ def _stream(
         )
         entries = prefetched if prefetch else fetch(index)
         slices = [
-            _entry_at(leaf, index) if entry is None else entry for leaf, entry in zip(leaves, entries, strict=True)
+            entry_at(leaf, index) if entry is None else entry for leaf, entry in zip(leaves, entries, strict=True)
         ]
         carry, out = step(carry, treedef.unflatten(slices))
         return (carry, next_entries), out
@@ -204,10 +197,6 @@ def _stream(
     first_entries = fetch(length - 1 if reverse else 0) if prefetch else []
     (carry, _), outs = jax.lax.scan(body, (init, first_entries), jnp.arange(length), reverse=reverse)
     return carry, outs
-
-
-def _entry_at(leaf: Any, index: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
 
 def _split_inexact(tree: Tree) -> tuple[Tree, Tree]:

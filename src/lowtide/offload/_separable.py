@@ -47,18 +47,13 @@ def _num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     )
 
 
-def _num_batch_axes(params: Mapping[str, Any]) -> int:
-    left_axes, right_axes = params["dimension_numbers"][1]
-    return min(_num_common(left_axes, range(len(left_axes))), _num_common(right_axes, range(len(right_axes))))
-
-
 # Number of leading axes that an operation keeps, from its parameters and the shape of its first operand.
 _KEPT_AXES: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
     "broadcast_in_dim": lambda p, s: _num_common(
         list(zip(p["broadcast_dimensions"], s, strict=True)), list(enumerate(p["shape"]))
     ),
     "concatenate": lambda p, s: p["dimension"],
-    "dot_general": lambda p, s: _num_batch_axes(p),
+    "dot_general": lambda p, s: min(_num_common(axes, range(len(axes))) for axes in p["dimension_numbers"][1]),
     "dynamic_slice": lambda p, s: _num_common(p["slice_sizes"], s),
     "pad": lambda p, s: _num_common([tuple(edge) for edge in p["padding_config"]], [(0, 0, 0)] * len(s)),
     "reshape": lambda p, s: _num_common(p["new_sizes"], s) if p["dimensions"] is None else 0,
@@ -123,7 +118,6 @@ class Program:
     """Side effects of the function, such as printing; the equations omit them."""
 
     def rank(self, value: int) -> int:
-        """Return the number of axes of a value."""
         return len(self.avals[value].shape)
 
     def needed_for(
@@ -196,10 +190,12 @@ class _Inliner:
         name = eqn.primitive.name
         if (inner := called(eqn)) is not None:
             return self.add(inner, inputs)
-        # A branch on host leaves becomes a selection: both sides run, so branches with loops are left alone.
-        if kind_of(eqn) is Kind.BRANCH and self.host.intersection(inputs) and not _contains_loop(eqn):
-            cases = [self.add(branch.jaxpr, inputs[1:]) for branch in bodies(eqn)]
-            return [self.add_select(inputs[0], column) for column in zip(*cases, strict=True)]
+        if kind_of(eqn) is Kind.BRANCH and self.host.intersection(inputs):
+            # A branch on host leaves becomes a selection: both sides run, so branches with loops are left alone.
+            kinds = {kind_of(inner_eqn) for branch in bodies(eqn) for inner_eqn in equations(branch.jaxpr)}
+            if kinds.isdisjoint((Kind.SCAN, Kind.WHILE)):
+                cases = [self.add(branch.jaxpr, inputs[1:]) for branch in bodies(eqn)]
+                return [self.add_select(inputs[0], column) for column in zip(*cases, strict=True)]
         if name == "dot_general" and (product := self.add_inner_product(inputs, eqn.outvars[0].aval)) is not None:
             return product
         outputs = self.add_operation(eqn.primitive, inputs, [var.aval for var in eqn.outvars], eqn.params)
@@ -229,12 +225,6 @@ class _Inliner:
         outputs = [self.new_value(aval, on_host) for aval in avals]
         self.program.equations.append(Equation(primitive, tuple(inputs), tuple(outputs), params))
         return outputs
-
-
-def _contains_loop(eqn: Any) -> bool:
-    """Return whether a branch contains a loop, which must not run unless the branch is taken."""
-    kinds = (kind_of(inner_eqn) for branch in bodies(eqn) for inner_eqn in equations(branch.jaxpr))
-    return any(kind in (Kind.SCAN, Kind.WHILE) for kind in kinds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -350,7 +340,6 @@ class _Flow:
                 del self.rows[value]
 
     def _num_shared_axes(self, equation: Equation, operand: int) -> int:
-        """Return the number of leading axes that an elementwise operation's operand shares with its result."""
         return _num_common(self.program.avals[operand].shape, self.program.avals[equation.outputs[0]].shape)
 
     def _num_row_axes(self, equation: Equation, carriers: Sequence[int]) -> int:
@@ -406,18 +395,13 @@ class _Flow:
         leaves = sorted(value for value in operands if value < program.num_inputs and value in self.rows)
         rows = min(self.rows[value] for value in {*leaves, *produced})
         rows = rows if max_rows is None else min(rows, max_rows)
+        free = operands - produced - set(leaves)
         row_losing = (
             e for e in equations if not self.rows[e.outputs[0]] and all(self.rows.get(value, 1) for value in e.inputs)
         )
         return Group(
             leaves=tuple(leaves),
-            free=tuple(
-                sorted(
-                    value
-                    for value in operands - produced - set(leaves)
-                    if value not in program.constants or program.rank(value)
-                )
-            ),
+            free=tuple(sorted(v for v in free if v not in program.constants or program.rank(v))),
             outputs=tuple(positions),
             equations=tuple(equations),
             rows=rows,
@@ -435,10 +419,8 @@ def initial_value(primitive: Any, aval: Any) -> Any:
     if name == "reduce_sum":
         is_float = jnp.issubdtype(dtype, jnp.floating)
         return jnp.zeros(aval.shape, jnp.promote_types(dtype, jnp.float32) if is_float else dtype)
-    if dtype == jnp.bool_:
-        return jnp.full(aval.shape, name in ("reduce_and", "reduce_min"))
-    if name in ("reduce_and", "reduce_or"):
-        return jnp.full(aval.shape, -1 if name == "reduce_and" else 0).astype(dtype)
+    if dtype == jnp.bool_ or name in ("reduce_and", "reduce_or"):
+        return jnp.full(aval.shape, -1 if name in ("reduce_and", "reduce_min") else 0).astype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.full(aval.shape, -jnp.inf if name == "reduce_max" else jnp.inf, dtype)
     limits = jnp.iinfo(dtype)
@@ -446,5 +428,4 @@ def initial_value(primitive: Any, aval: Any) -> Any:
 
 
 def fold_block(primitive: Any, params: Mapping[str, Any], block: Any, total: Any) -> Any:
-    """Reduce one block and combine it with the total."""
     return _FOLDS[primitive.name](total, primitive.bind(block, **params).astype(total.dtype))

@@ -56,23 +56,19 @@ class Entry:
     """One entry of a stacked array's leading axis, used as a leaf of the arguments; it is updated in place."""
 
     array: Any
-    """The stacked array."""
     index: Any
     """Position on the array's leading axis."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the entry."""
         return self.array.shape[1:]
 
     @property
     def ndim(self) -> int:
-        """Number of axes of the entry."""
         return self.array.ndim - 1
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the entry."""
         return self.array.dtype
 
 
@@ -82,7 +78,6 @@ class Plan:
 
     program: Program
     treedef: Any
-    """Structure of the result."""
     replaced: tuple[int, ...]
     """For each output, the flat position of the leaf that it overwrites."""
     on_host: frozenset[int]
@@ -221,7 +216,8 @@ def stream(
         return fn(*args)
     paths = [path for path, _ in leaves_with_paths(tuple(args))]
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
-    specs = _flat_shardings(shardings, args)
+    flat_shardings = [] if shardings is None else jax.tree.structure(tuple(args)).flatten_up_to(shardings)
+    specs = {index: sharding for index, sharding in enumerate(flat_shardings) if sharding is not None}
     fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in specs.values()))
     loops = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
     program = loops.program
@@ -247,7 +243,6 @@ def stream(
         program.run(program.needed_for(needed, known=values), values)
 
     def make_loop(group: Group, rows: int, reason: str | None) -> tuple[_Loop, dict[int, Any]]:
-        """Return the loop of a group, and its inputs."""
         on_host = [paths[index] for index in group.leaves if index in loops.on_host]
         on_whole = None if by_leaf else functools.partial(on_fallback or _warn, on_host)
         loop = _Loop(plan=loops, group=group, rows=rows, chunk_bytes=chunk_bytes, on_whole=on_whole, reason=reason)
@@ -323,17 +318,12 @@ def large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[
     return [index for index in on_host if index not in small]
 
 
-def _flat_shardings(shardings: Tree, args: Sequence[Tree]) -> dict[int, Any]:
-    flat = [] if shardings is None else jax.tree.structure(tuple(args)).flatten_up_to(shardings)
-    return {index: sharding for index, sharding in enumerate(flat) if sharding is not None}
-
-
 def _shape(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, Entry) else leaf
 
 
 def _space(leaf: Any) -> Any:
-    return memory_space(leaf.array if isinstance(leaf, Entry) else leaf)
+    return memory_space(_array(leaf))
 
 
 def refuse_other_type(name: str, stacked: Any, new: Any) -> None:
@@ -376,8 +366,6 @@ def _mesh_rows(
 
 
 def _shard_map_loop(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
-    """Run the loop on each device's shard of every array."""
-
     def run(loop_inputs: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> Any:
         def spec_of(array: Any) -> Any:  # an axis of size 1 is broadcast along rows
             return jax.P(*(axis if size > 1 else None for axis, size in zip(spec, array.shape, strict=False)))
@@ -403,12 +391,13 @@ class _Loop:
 
     def __call__(self, loop_inputs: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
         streamed = [loop_inputs[index] for index in self.group.leaves if index in self.plan.on_host]
-        num_bytes = sum(map(leaf_bytes, streamed))
         on_host = [*streamed, *(buffer for buffer in buffers if _space(buffer) is HOST)]
         prefix = loop_inputs[self.group.leaves[0]].shape[: self.rows]
-        # 8-bit state is computed in float32. So a block counts in the widest dtype; otherwise it could have four times
-        # `chunk_bytes`.
-        least_itemsize = self._widest_itemsize
+        # 8-bit state is computed in float32. So a block counts in the widest floating-point dtype of its computation;
+        # otherwise it could have four times `chunk_bytes`.
+        avals = self.plan.program.avals
+        dtypes = [avals[value].dtype for equation in self.group.equations for value in equation.outputs]
+        least_itemsize = max((dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)), default=1)
         widest_bytes = sum(leaf.size * max(leaf.dtype.itemsize, least_itemsize) for leaf in map(_shape, streamed))
         cut = None
         if self.rows and all(is_row_major(leaf.shape, leaf.dtype) for leaf in on_host):
@@ -417,7 +406,7 @@ class _Loop:
             rows = max(most_tile_rows(leaf.dtype) for leaf in on_host) if is_on_device else None
             ndim = min(leaf.ndim for leaf in on_host)
             cut = cut_block(prefix, ndim, widest_bytes, self.chunk_bytes, device_rows=rows)
-        if num_bytes > self.chunk_bytes and not cut and self.on_whole:
+        if sum(map(leaf_bytes, streamed)) > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(
                 self.reason
                 or "its shape cannot be cut into whole tiles of 8 x 128, which TPUs need and all backends use"
@@ -447,13 +436,6 @@ class _Loop:
             remaining_buffers = [_with_array(buffer, array) for buffer, array in zip(buffers, results, strict=True)]
             results, after = blocks_of(remainder, length - remainder, remaining_buffers, after)
         return [array.reshape(shape) for array, shape in zip(results, shapes, strict=True)], after
-
-    @property
-    def _widest_itemsize(self) -> int:
-        """Number of bytes of the widest floating-point dtype in the computation of a block."""
-        avals = self.plan.program.avals
-        dtypes = [avals[value].dtype for equation in self.group.equations for value in equation.outputs]
-        return max((dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)), default=1)
 
     def _run(
         self,
@@ -508,10 +490,6 @@ class _Rows:
     array: Any
     begin: Any
 
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
-
 
 def _array(leaf: Any) -> Any:
     return leaf.array if isinstance(leaf, (Entry, _Rows)) else leaf
@@ -530,12 +508,10 @@ def _merge_axes(leaf: Any, axis: int) -> Any:
     """Merge the leading axes of a host array or an entry: libtpu aborts on a host slice that starts along two axes."""
     if _space(leaf) is HOST:
         check_host_slices()
-    if isinstance(leaf, Entry):
-        rows = leaf.array.reshape(-1, *leaf.shape[axis + 1 :])
-        return _Rows(rows, leaf.index * math.prod(leaf.shape[: axis + 1]))
-    if memory_space(leaf) is HOST and leaf.ndim:
-        return _Rows(leaf.reshape(-1, *leaf.shape[axis + 1 :]), 0)
-    return leaf
+    if not isinstance(leaf, Entry) and (memory_space(leaf) is not HOST or not leaf.ndim):
+        return leaf
+    index = leaf.index if isinstance(leaf, Entry) else 0
+    return _Rows(_array(leaf).reshape(-1, *leaf.shape[axis + 1 :]), index * math.prod(leaf.shape[: axis + 1]))
 
 
 def _slice(leaf: Any, offsets: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
@@ -566,10 +542,8 @@ def _starts(leading: Sequence[Any], ndim: int) -> list[Any]:
 
 
 def _to_device(leaf: Any) -> Any:
-    """Return a leaf on the device."""
     return read_entry(leaf.array, leaf.index) if isinstance(leaf, Entry) else put(leaf, DEVICE)
 
 
 def _replace_array(leaf: Any, value: Any) -> Any:
-    """Replace the whole array of a leaf, in its memory."""
     return write_entry(leaf.array, value, leaf.index) if isinstance(leaf, Entry) else put(value, memory_space(leaf))

@@ -193,10 +193,15 @@ def verify(
 # --- facts about the program ---------------------------------------------------------------------------------------
 
 
-def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
+def _dynamic_positions(executable: Any, program: Program | None) -> list[int]:
+    """Return the caller's positions of the positional arguments that are not static."""
     static = program.static if program is not None else ()
+    return [index for index in range(len(executable.args_info[0]) + len(static)) if index not in static]
+
+
+def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
     infos = jax.tree_util.tree_leaves_with_path(executable.args_info)
-    dynamic = [index for index in range(len(executable.args_info[0]) + len(static)) if index not in static]
+    dynamic = _dynamic_positions(executable, program)
     leaves: list[_Leaf] = []
     for (path, info), fmt in zip(infos, jax.tree.leaves(executable.input_formats), strict=True):
         name = str(dynamic[path[1].idx]) if hasattr(path[1], "idx") else path[1].key
@@ -220,12 +225,7 @@ def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
 def _results(executable: Any) -> list[_Leaf]:
     shardings = jax.tree.leaves(executable.output_shardings)
     return [
-        _Leaf(
-            path=path,
-            space="host" if on_host(sharding) else "device",
-            num_bytes=_shard_bytes(info, sharding),
-            shape=tuple(info.shape),
-        )
+        _Leaf(path, "host" if on_host(sharding) else "device", _shard_bytes(info, sharding), tuple(info.shape))
         for (path, info), sharding in zip(leaves_with_paths(executable.out_info), shardings, strict=True)
     ]
 
@@ -237,16 +237,11 @@ def _shard_bytes(info: Any, sharding: Any) -> int:
 
 def _platform(executable: Any, program: Program | None) -> tuple[str, bool]:
     """Return the platform, and whether its devices only compile and so have no host memory."""
-    devices = [
-        device
-        for sharding in jax.tree.leaves((executable.input_shardings, executable.output_shardings))
-        if sharding is not None
-        for device in sharding.device_set
-    ]
-    if not devices:
+    shardings = jax.tree.leaves((executable.input_shardings, executable.output_shardings))
+    if not shardings:
         return (program.target.platform, program.target.is_ahead_of_time) if program is not None else ("cpu", False)
-    platform = "gpu" if devices[0].platform in ("cuda", "rocm") else devices[0].platform
-    return platform, not devices[0].addressable_memories()
+    device = next(iter(shardings[0].device_set))
+    return "gpu" if device.platform in ("cuda", "rocm") else device.platform, not device.addressable_memories()
 
 
 def _with_declared_spaces(
@@ -313,7 +308,8 @@ def _find_miscounted(
         )
     donated_paths = [leaf.path for leaf in host_arguments if leaf.is_donated and leaf.path in host_paths]
     if donated_paths:
-        unused_donations = {leaf.path for leaf in undonated(executable)}
+        positions = [str(index) for index in _dynamic_positions(executable, program)]
+        unused_donations = {leaf.path for leaf in undonated(executable, arg_names=positions)}
         unused = [path for path in donated_paths if path in unused_donations]
         problems += [f"{path}: donated, but no output reuses its buffer" for path in unused]
         problems += _find_crossed_donations(executable, program)
@@ -343,14 +339,11 @@ def _find_duplicated(undonated_leaves: list[_Leaf], results: Sequence[_Leaf], te
     if not text:
         return []
     gradient_positions = _gradients(text)
-    host_results = [
-        leaf for position, leaf in enumerate(results) if leaf.space == "host" and position not in gradient_positions
-    ]
     remaining_leaves = list(undonated_leaves)
     problems: list[str] = []
-    for result in host_results:
+    for position, result in enumerate(results):
         leaf = next((leaf for leaf in remaining_leaves if leaf.shape == result.shape), None)
-        if leaf is not None:
+        if leaf is not None and result.space == "host" and position not in gradient_positions:
             remaining_leaves.remove(leaf)
             problems.append(
                 f"{leaf.path}: not donated, so the host holds it and the result {result.path} "
@@ -397,7 +390,15 @@ def _find_exceeded_bounds(
 
 def _count_all_moves(executable: Any, program: Program | None) -> int | None:
     if program is not None and program.hlo is not None:
-        return sum(_count_moves(computation) for computation in program.hlo.module.computations)
+        moves = 0
+        for computation in program.hlo.module.computations:
+            shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
+            for instruction in computation.instructions:
+                if instruction.opcode in _COPIES:
+                    operand_shapes = [instruction.shape, *(shapes[operand] for operand in instruction.operand_ids)]
+                    arrays = (array for shape in operand_shapes for array in _arrays(shape))
+                    moves += len({array.layout.memory_space == _HOST_SPACE for array in arrays}) == 2
+        return moves
     text = _text(executable)
     if not text:
         return None
@@ -412,17 +413,6 @@ def _text(executable: Any) -> str:
         return executable.as_text() or ""
     except jax.errors.JaxRuntimeError:
         return ""
-
-
-def _count_moves(computation: Any) -> int:
-    shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
-    moves = 0
-    for instruction in computation.instructions:
-        if instruction.opcode in _COPIES:
-            operand_shapes = [instruction.shape, *(shapes[operand] for operand in instruction.operand_ids)]
-            spaces = {array.layout.memory_space == _HOST_SPACE for shape in operand_shapes for array in _arrays(shape)}
-            moves += len(spaces) == 2
-    return moves
 
 
 def _arrays(shape: Any) -> Iterator[Any]:

@@ -51,10 +51,7 @@ from ._splash import LEAST_TOKENS, attend_with_splash, unsupported_reason
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
 _KERNELS = {
-    "cudnn": (
-        "cuDNN's kernel",
-        "half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
-    ),
+    "cudnn": ("cuDNN's kernel", "half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks"),
     "splash": (
         "the kernel for TPUs",
         "bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, and one array of segments "
@@ -176,7 +173,6 @@ def _check_implementation(
 
 
 def _to_python_int(value: Any) -> Any:
-    """Convert an integer of NumPy to one of Python."""
     return int(value) if isinstance(value, np.ndarray | np.integer) else value
 
 
@@ -421,10 +417,8 @@ def _check_divisible(queries: tuple[int, ...], keys: tuple[int, ...], parts: int
     lengths = {queries[1], keys[1]}
     if any(length % parts for length in lengths):
         tokens = " or ".join(map(str, sorted(lengths)))
-        raise ConfigError(
-            f"attention: {tokens} tokens cannot be sharded along the axis {CONTEXT!r} of {parts} devices",
-            hint=f"pad rows to a multiple of {parts}; generate text outside of such a mesh",
-        )
+        problem = f"attention: {tokens} tokens cannot be sharded along the axis {CONTEXT!r} of {parts} devices"
+        raise ConfigError(problem, hint=f"pad rows to a multiple of {parts}; generate text outside of such a mesh")
     heads, num_shards = queries[2], parts * tensor
     if heads % num_shards:
         factor = f" × tensor {tensor}" if tensor > 1 else ""

@@ -358,7 +358,6 @@ def _add_block(total_BSX: Array, block_BKDH: Array, start: Array) -> Array:
 
 
 def sink_gradient(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Array | None:
-    """Return the gradient of the sinks."""
     if sinks_N is None:
         return None
     # A sink is a key whose value is 0, so its score has the gradient p (0 - delta), where p is its softmax share.
@@ -369,30 +368,27 @@ def sink_gradient(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Ar
 # --- pairs of a block of queries and a block of keys -----------------------------------------------------------------
 
 
+class _Pair(NamedTuple):
+    """A pair of a block of queries and a block of keys, or arrays [P] of all pairs."""
+
+    row: Any
+    """The first query."""
+    own_row: Any
+    """The first query that is not in the block before, too."""
+    column: Any
+    own_column: Any
+    is_first: Any
+    """Whether it is the first pair of its block of queries."""
+    is_needed: Any = None
+    """Whether the running program needs it; None: it needs all pairs."""
+
+
 class _Pairs(NamedTuple):
     """Pairs of a block of queries and a block of keys that it may see, the last queries first."""
 
     rows: int
     columns: int
-    row_P: np.ndarray
-    """The first query of each pair."""
-    own_row_P: np.ndarray
-    """The first query of each pair that is not in the block before, too."""
-    column_P: np.ndarray
-    own_column_P: np.ndarray
-    is_first_P: np.ndarray
-    """Whether it is the first pair of its block of queries."""
-
-
-class _Pair(NamedTuple):
-    """One pair, as the loop gets it."""
-
-    row: Array
-    own_row: Array
-    column: Array
-    own_column: Array
-    is_first: Array
-    is_needed: Array | None
+    all_P: _Pair
 
 
 def _pairs_of(config: Config, runtime_mask: RuntimeMask, num_queries: int, num_keys: int) -> _Pairs:
@@ -414,8 +410,7 @@ def _pairs_of(config: Config, runtime_mask: RuntimeMask, num_queries: int, num_k
             is_first = False
         if is_first:  # queries that see no key still need one pair, which writes their zeros
             entries.append((row, own_row, 0, 0, True))
-    row, own_row, column, own_column, first = (np.asarray(values) for values in zip(*entries, strict=True))
-    return _Pairs(rows, columns, row, own_row, column, own_column, first)
+    return _Pairs(rows, columns, _Pair(*(np.asarray(values) for values in zip(*entries, strict=True))))
 
 
 def _even_size(length: int, limit: int) -> int:
@@ -430,7 +425,7 @@ def _needed_pairs(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs) -> A
     if all(field is None for field in runtime_mask):
         return None
     start = 0 if runtime_mask.start is None else runtime_mask.start
-    row_P, column_P = jnp.asarray(pairs.row_P) + start, jnp.asarray(pairs.column_P)
+    row_P, column_P = jnp.asarray(pairs.all_P.row) + start, jnp.asarray(pairs.all_P.column)
     needed_P = jnp.ones(row_P.shape, bool)
     if config.causal:
         needed_P &= column_P <= row_P + pairs.rows - 1
@@ -438,8 +433,8 @@ def _needed_pairs(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs) -> A
     if window is not None:
         needed_P &= row_P - (column_P + pairs.columns - 1) < window
     if runtime_mask.query_segments is not None and runtime_mask.key_segments is not None:
-        min_query_BP, max_query_BP = _segment_ranges(runtime_mask.query_segments, pairs.row_P, pairs.rows)
-        min_key_BP, max_key_BP = _segment_ranges(runtime_mask.key_segments, pairs.column_P, pairs.columns)
+        min_query_BP, max_query_BP = _segment_ranges(runtime_mask.query_segments, pairs.all_P.row, pairs.rows)
+        min_key_BP, max_key_BP = _segment_ranges(runtime_mask.key_segments, pairs.all_P.column, pairs.columns)
         # Ranges of segment numbers that do not overlap hold no equal pair; those that overlap may.
         needed_P &= jnp.any((min_query_BP <= max_key_BP) & (min_key_BP <= max_query_BP), axis=0)
     return needed_P
@@ -476,10 +471,9 @@ def _block_mask(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs, pair: 
 
 def _loop_inputs(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs, q: Array) -> tuple[_Pair, Array]:
     """Return the pairs in the form of a loop's inputs, and the queries, which may have any shape."""
-    arrays = (pairs.row_P, pairs.own_row_P, pairs.column_P, pairs.own_column_P)
-    row, own_row, column, own_column = (jnp.asarray(array, jnp.int32) for array in arrays)
-    first = jnp.asarray(pairs.is_first_P)
-    blocks = _Pair(row, own_row, column, own_column, first, _needed_pairs(config, runtime_mask, pairs))
+    *indices, is_first, _ = pairs.all_P
+    arrays = (jnp.asarray(array, jnp.int32) for array in indices)
+    blocks = _Pair._make([*arrays, jnp.asarray(is_first), _needed_pairs(config, runtime_mask, pairs)])
     # Without the barrier masks depend on constants only, and a loop over layers keeps those of all pairs for its
     # backward pass.
     return jax.lax.optimization_barrier((blocks, q))

@@ -89,11 +89,8 @@ class ScoreOptions:
     """How scores are computed from the products of queries and keys; keyword arguments of `attention`."""
 
     scale: float
-    """Factor of the products."""
     soft_cap: float | None = None
-    """Soft cap: scores become ``soft_cap * tanh(scores / soft_cap)``."""
     sinks: Float[Array, "N"] | None = None
-    """For each head the score of a sink, a key without a value, shape [N]."""
 
     @property
     def is_plain(self) -> bool:
@@ -102,7 +99,6 @@ class ScoreOptions:
 
 
 def check_arrays(q: Any, k: Any, v: Any) -> None:
-    """Raise `ConfigError` if queries, keys and values do not fit each other."""
     shapes: list[Any] = [tuple(getattr(array, "shape", ())) for array in (q, k, v)]
     _require(
         all(len(shape) == 4 for shape in shapes) and 0 not in {size for shape in shapes for size in shape[1:]},
@@ -126,7 +122,6 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
 
 
 def check_mask(q: Array, k: Array, mask: Any) -> None:
-    """Raise `ConfigError` if a mask has invalid settings, or does not fit queries and keys."""
     check_mask_type(mask)
     hint = "use two calls, or segment_ids, for masks that differ within a program"
     _require(isinstance(mask.causal, bool | np.bool_), "causal must be a bool", mask.causal, hint=hint)
@@ -165,7 +160,6 @@ def check_mask(q: Array, k: Array, mask: Any) -> None:
 
 
 def check_mask_type(settings: Any) -> None:
-    """Raise `ConfigError` if a mask is not an `AttentionMask`."""
     _require(
         isinstance(settings, AttentionMask),
         "mask must be a lowtide.ops.AttentionMask",
@@ -176,7 +170,6 @@ def check_mask_type(settings: Any) -> None:
 
 
 def check_scores(heads: int, scale: Any, soft_cap: Any, sinks: Any) -> None:
-    """Raise `ConfigError` if scale, soft cap or sinks are invalid."""
     # A number of Python or NumPy, or a traced one, which may be learned.
     is_array = isinstance(scale, jax.Array | np.ndarray)
     _require(

@@ -210,15 +210,11 @@ class _Static(NamedTuple):
     closed: Mapping[int, tuple[ConvertedClosure, int]] = {}
     """By tokens per tile, the traced function if it closes over tracers, and the position of these among the leaves."""
 
-    @property
-    def num_params(self) -> int:
-        return self.params.num_leaves
-
     def __call__(self, leaves: Sequence[Any], dense_weights: list[Array], index: Any, tile: Sequence[Any]) -> Tree:
         if self.closed:
             closed, begin = self.closed[tile[0].shape[1]]
             index = jnp.asarray(index, jnp.int32)
-            inputs = jax.tree.leaves((list(leaves[: self.num_params]), dense_weights, index, list(tile)))
+            inputs = jax.tree.leaves((list(leaves[: self.params.num_leaves]), dense_weights, index, list(tile)))
             results = closed(inputs, leaves[begin : begin + len(closed.tracers)])
             return jax.tree.structure(closed.shapes).unflatten(results)
         params = _replace_quantized(self.params.unflatten(leaves), dense_weights)
@@ -250,11 +246,10 @@ def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> 
 def _forward(static: _Static, leaves: Any, x: Any) -> tuple[Tree, Any]:
     perturbed = tuple(leaf.perturbed for leaf in leaves)
     # A Python number arrives as a scalar object of JAX that is not an array.
-    arrays = (
-        [primal.value if hasattr(primal.value, "shape") else jnp.asarray(primal.value) for primal in primals]
+    leaves, x = (
+        tuple(primal.value if hasattr(primal.value, "shape") else jnp.asarray(primal.value) for primal in primals)
         for primals in (leaves, x)
     )
-    leaves, x = map(tuple, arrays)
     return _results(static, leaves, x), (leaves, x, perturbed)
 
 
@@ -307,7 +302,7 @@ def _dequantize_weights(static: _Static, leaves: Sequence[Any], x: Sequence[Arra
     """Dequantise the quantised weights once, if there is a loop."""
     if x[0].shape[1] // static.size <= _MOST_UNROLLED:
         return []
-    params = leaves[: static.num_params]
+    params = leaves[: static.params.num_leaves]
     nodes: list[Any] = jax.tree.leaves(static.params.unflatten(params), is_leaf=_is_quantized)
     weights: list[Array] = [node.dense(x[0].dtype) for node in nodes if _is_quantized(node)]
     # In the layout of its codes; otherwise XLA changes the layout of the codes of all layers.
@@ -323,10 +318,7 @@ def _replace_quantized(params: Tree, arrays: list[Array]) -> Tree:
 
 
 def _fold_in_keys(params: Tree, index: Any) -> Tree:
-    def fold_in(leaf: Any) -> Any:
-        return jax.random.fold_in(leaf, index) if is_key(leaf) else leaf
-
-    return jax.tree.map(fold_in, params)
+    return jax.tree.map(lambda leaf: jax.random.fold_in(leaf, index) if is_key(leaf) else leaf, params)
 
 
 def _slice(x: Tree, start: Any, size: int) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 import warnings
@@ -33,11 +32,13 @@ from ..core import (
     StructureError,
     Tree,
     check_integer,
+    combine,
     explicit_mesh,
     is_array_like,
     leaves_with_paths,
     map_with_paths,
     memory_space,
+    split_static,
     traced_device,
     varying_axes,
 )
@@ -54,7 +55,7 @@ from ..offload import (
     traced_program,
     without_explicit_axes,
 )
-from ._one_pass import UpdateInputs, has_triton, in_one_pass
+from ._one_pass import has_triton, in_one_pass
 from ._packed import BFLOAT16, FORMATS, PackedArray, is_packed, refuse_derivatives, scales_of
 from ._selection import check_bits, moments, optimizer_paths, parse_patterns
 from ._weights import convert_residuals, init_residuals, is_narrow, narrow_updates, require_bfloat16, widen
@@ -189,7 +190,16 @@ class _LowPrecision:
     shardings: Tree
 
     def init(self, params: Tree) -> LowPrecisionState:
-        state = self._init_on_param_devices(params)
+        leaves, probe, init = jax.tree.leaves(params), jnp.zeros(()), self._init
+        if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (probe, *leaves)):
+            devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
+            is_elsewhere = len(devices) == 1 and devices != {frozenset(probe.devices())}
+            # Eagerly, constant arrays would be made on the default device, or on the mesh that is set. Under jit they
+            # are made where the parameters are.
+            if is_elsewhere and explicit_mesh(params) is None and jax.sharding.get_abstract_mesh().empty:
+                transformation = optax.GradientTransformation(self._init, self.tx.update)
+                init = jax.jit(self._init, out_shardings=state_shardings(transformation, params))
+        state = init(params)
         if self._selects(params):
             for message in self._find_warnings(state.inner, params):
                 warnings.warn(message, PlacementWarning, stacklevel=2)
@@ -232,18 +242,6 @@ class _LowPrecision:
                     "hint: choose a smaller least_size, or leave out the format"
                 )
 
-    def _init_on_param_devices(self, params: Tree) -> LowPrecisionState:
-        leaves, probe = jax.tree.leaves(params), jnp.zeros(())
-        if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (probe, *leaves)):
-            devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
-            is_elsewhere = len(devices) == 1 and devices != {frozenset(probe.devices())}
-            # Eagerly, constant arrays would be made on the default device, or on the mesh that is set. Under jit they
-            # are made where the parameters are.
-            if is_elsewhere and explicit_mesh(params) is None and jax.sharding.get_abstract_mesh().empty:
-                transformation = optax.GradientTransformation(self._init, self.tx.update)
-                return jax.jit(self._init, out_shardings=state_shardings(transformation, params))(params)
-        return self._init(params)
-
     def _init(self, params: Tree) -> LowPrecisionState:
         residuals = self._init_residuals(params)
         if self.weights is not None and not is_part():
@@ -261,11 +259,11 @@ class _LowPrecision:
             problem = "low_precision selects nothing in the optimizer's state"
             raise SelectionError(problem, expected=expected, got=got, hint=hint)
         step = jnp.zeros((), jnp.int32)
-        leaf_numbers = itertools.count()
-        leaf_plans = zip(moments(state), formats, self._pack_mask(state, params), strict=True)
+        leaf_plans = enumerate(zip(moments(state), formats, self._pack_mask(state, params), strict=True))
 
         def pack_leaf(path: str, leaf: Any) -> Any:
-            key, (moment, form, can_pack) = self._key(step, next(leaf_numbers)), next(leaf_plans)
+            number, (moment, form, can_pack) = next(leaf_plans)
+            key = self._key(step, number)
             if form is not None:
                 check_bits(path, form, moment)
             if form is None or not can_pack:
@@ -289,7 +287,6 @@ class _LowPrecision:
         return [path for path, _ in leaves_with_paths(state, is_leaf=is_leaf)]
 
     def _leaf_formats(self, state: Tree, params: Tree) -> list[str | None]:
-        """Return the format that each leaf of a state is selected for."""
         return list(map(self._format_of, self._paths(state, params)))
 
     def _pack_mask(self, state: Tree, params: Tree) -> list[bool]:
@@ -304,7 +301,7 @@ class _LowPrecision:
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         # An Equinox module has functions among its leaves. Optax updates only the leaves that have gradients.
-        params = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, params)
+        params, _ = split_static(params)
         if (restored := self._restore_nodes(state, params)) is not None:
             updates, new_state = self.update(updates, restored, params, **extra)
             return updates, jax.tree.structure(state).unflatten(jax.tree.leaves(new_state))
@@ -329,12 +326,11 @@ class _LowPrecision:
             expected, structure = jax.tree.flatten(jax.eval_shape(self._init, params))
         except (ConfigError, SelectionError):  # `params` is only a part of the parameters, which init may refuse
             return None
-        leaves = jax.tree.leaves(state)
-        is_same = jax.tree.structure(state) != structure and len(leaves) == len(expected)
-        leaf_pairs = zip(leaves, expected, strict=is_same)
-        if not is_same or any((jnp.shape(x), jnp.result_type(x)) != (y.shape, y.dtype) for x, y in leaf_pairs):
+        types, leaves = [(leaf.shape, leaf.dtype) for leaf in expected], jax.tree.leaves(state)
+        if jax.tree.structure(state) == structure or len(leaves) != len(types):
             return None
-        return structure.unflatten(leaves)
+        is_same = [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves] == types
+        return structure.unflatten(leaves) if is_same else None
 
     def _init_residuals(self, params: Tree) -> Tree:
         return () if self.weights is None else init_residuals(self.weights, params, self.least_size)
@@ -353,7 +349,7 @@ class _LowPrecision:
             if is_packed(node) and (form := self._format_of(path)) not in (node.format, None):
                 raise _state_error(f"{path} in {form}", node.format)
 
-    def _argument_shardings(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
+    def _argument_shardings(self, grads: Tree, state: Any, params: Tree, arrays: Tree) -> Any:
         """Return the shardings of the update's arguments, or None without `shardings`."""
         if self.shardings is None:
             return None
@@ -369,17 +365,16 @@ class _LowPrecision:
             self.shardings,
         )
         opt_state_shardings = state_shardings(optax.GradientTransformation(self._init, self.tx.update), structs)
-        return self.shardings, opt_state_shardings, None if params is None else self.shardings, dict.fromkeys(arrays)
+        no_shardings = jax.tree.map(lambda _: None, arrays)
+        return self.shardings, opt_state_shardings, None if params is None else self.shardings, no_shardings
 
     def _update_in_blocks(self, grads: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
         """Update one block of rows at a time: XLA does not fuse a whole leaf, and would store it in float32."""
-        extra_leaves, structure = jax.tree.flatten(extra)
-        arrays = {index: leaf for index, leaf in enumerate(extra_leaves) if is_array_like(leaf)}
+        arrays, static = split_static(extra)
         args = jax.tree.map(_as_array, (grads, state, params, arrays))
 
-        def run(grads: Tree, state: Any, params: Tree, arrays: dict[int, Any]) -> Any:
-            extra = structure.unflatten([arrays.get(index, leaf) for index, leaf in enumerate(extra_leaves)])
-            return self._update_whole(grads, state, params, extra)
+        def run(grads: Tree, state: Any, params: Tree, arrays: Tree) -> Any:
+            return self._update_whole(grads, state, params, combine(arrays, static))
 
         leaves = jax.tree.leaves(state, is_leaf=is_packed)
         # XLA fuses the update of leaves without scales. Leaves with scales and residuals are updated in blocks.
@@ -419,15 +414,26 @@ class _LowPrecision:
             if self.weights is not None:
                 params = widen(params, state.rests)
                 grads = jax.tree.map(lambda g: g.astype(jnp.float32) if is_narrow(g) else g, grads)
-            dense = jax.tree.map(_unpack, state.inner, is_leaf=is_packed)
+            unpack = lambda node: _constrain_layout(node).dense() if is_packed(node) else node  # noqa: E731
+            dense = jax.tree.map(unpack, state.inner, is_leaf=is_packed)
             return *self.tx.update(grads, dense, params, **extra), params
 
         inputs, scales = (updates, state, params), list[Any]()
         # Inside a shard_map with check_vma, a kernel would have to declare the axes over which its results vary.
         is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(inputs) if is_array_like(leaf))
         if has_triton() and not is_varying and not is_taken_apart():
-            if (result := self._update_in_kernels(*inputs, extra)) is not None:
-                return result
+            is_on_mesh = num_devices(inputs) > 1
+            shardings = self._argument_shardings(*inputs, {}) if is_on_mesh else None
+            residuals = None if self.weights is None else state.rests
+            update, key = functools.partial(self.tx.update, **extra), functools.partial(self._key, state.step + 1)
+            results = (
+                in_one_pass(update, updates, state.inner, params, residuals, key, shardings)
+                if shardings is not None or not is_on_mesh
+                else None
+            )
+            if results is not None:
+                updates, inner, residuals = results
+                return updates, LowPrecisionState(state.step + 1, inner, () if residuals is None else residuals)
         if traced_device().platform == "gpu" and not is_taken_apart():
             # The first pass computes the scales alone, and the second repeats the update. Each pass is one fused
             # kernel, and no float32 state is stored between them. The barriers keep XLA from merging the two
@@ -447,24 +453,7 @@ class _LowPrecision:
         updates, residuals = narrow_updates(inputs[2], wide_params, old_state.rests, updates, keys)
         return updates, LowPrecisionState(step, packed, residuals)
 
-    def _update_in_kernels(
-        self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]
-    ) -> Any:
-        """Update with kernels that read every array once; return None where that is not possible."""
-        is_on_mesh = num_devices((updates, state, params)) > 1
-        shardings = self._argument_shardings(updates, state, params, {}) if is_on_mesh else None
-        if is_on_mesh and shardings is None:
-            return None
-        step, residuals = state.step + 1, None if self.weights is None else state.rests
-        update, key = functools.partial(self.tx.update, **extra), functools.partial(self._key, step)
-        results = in_one_pass(update, UpdateInputs.of(updates, state.inner, params, residuals, key, shardings))
-        if results is None:
-            return None
-        updates, inner, residuals = results
-        return updates, LowPrecisionState(step, inner, () if residuals is None else residuals)
-
     def _pack_state(self, new: Tree, old: Tree, step: Any, scales: Sequence[Any]) -> Tree:
-        """Pack a new state in the formats of the old one."""
 
         def pack_leaf(number: int, old_leaf: Any, leaf: Any) -> Any:
             if not is_packed(old_leaf):
@@ -490,10 +479,6 @@ class _LowPrecision:
 
 def _is_match(pattern: re.Pattern[str], path: str) -> bool:
     return any(map(pattern.fullmatch, (path, f"/{path}/")))
-
-
-def _unpack(node: Any) -> Any:
-    return _constrain_layout(node).dense() if is_packed(node) else node
 
 
 def _constrain_layout(node: PackedArray) -> PackedArray:
@@ -523,26 +508,18 @@ def _pair_leaves(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
 
 
 def _format_dtypes(residuals: Tree) -> str:
-    """Return the dtypes of residuals as text, for comparison."""
     dtypes = ", ".join(leaf.dtype.name for leaf in jax.tree.leaves(residuals))
     return f"residuals in {dtypes}" if dtypes else "no residuals"
 
 
 def _state_error(expected: str, got: str) -> StructureError:
-    """Return the error for a state that another transformation made."""
-    return StructureError(
-        "the state does not belong to this lt.optim.low_precision",
-        expected=expected,
-        got=got,
-        hint="convert a state of another format, or of the wrapped optimizer, with lt.optim.converted",
-    )
+    hint = "convert a state of another format, or of the wrapped optimizer, with lt.optim.converted"
+    problem = "the state does not belong to this lt.optim.low_precision"
+    return StructureError(problem, expected=expected, got=got, hint=hint)
 
 
 def _explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: Any, params: Tree) -> None:
-    """Raise an error that explains a failed update, if the state or the gradients are the cause.
-
-    `params` may be None.
-    """
+    """Raise an error that explains a failed update, if the state or the gradients are the cause."""
     if isinstance(error, LowtideError):
         return
     hosted = [path for path, leaf in leaves_with_paths(state) if memory_space(leaf) == jax.memory.Space.Host]
@@ -593,7 +570,6 @@ class _Filled:
     shape: tuple[int, ...]
     dtype: Any
     value: Any
-    """The number, a scalar array."""
 
 
 def _find_copies(init: Callable[..., Tree], args: Sequence[Tree]) -> list[bool]:
@@ -743,15 +719,18 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
         if not _is_stored(template):
             return _cast_like(template, value)
         old = next(old_states, LowPrecisionState(jnp.zeros((), jnp.int32), ()))
-        step = old.step
-        key = jax.random.bits(jax.random.fold_in(jax.random.key(0), step), dtype=jnp.uint32)
+        key = jax.random.bits(jax.random.fold_in(jax.random.key(0), old.step), dtype=jnp.uint32)
         inner_templates, inner_structure = jax.tree.flatten(template.inner, is_leaf=is_packed)
-        pairs = zip(inner_templates, inner_structure.flatten_up_to(value), strict=True)
-        leaves = [
-            _pack_like(struct, leaf, key) if is_packed(struct) else _cast_like(struct, leaf) for struct, leaf in pairs
-        ]
+
+        def convert_leaf(struct: Any, leaf: Any) -> Any:
+            leaf = _cast_like(struct, leaf)
+            if not is_packed(struct):
+                return leaf
+            return PackedArray.stored(jnp.asarray(leaf), struct.format, key, is_positive=struct.is_positive)
+
+        leaves = map(convert_leaf, inner_templates, inner_structure.flatten_up_to(value))
         residuals = convert_residuals(params, old.rests, template.rests) if template.has_rests else ()
-        return LowPrecisionState(jnp.asarray(step, jnp.int32), inner_structure.unflatten(leaves), residuals)
+        return LowPrecisionState(jnp.asarray(old.step, jnp.int32), inner_structure.unflatten(leaves), residuals)
 
     try:
         return structure.unflatten(map(convert_node, templates, structure.flatten_up_to(dense)))
@@ -763,22 +742,13 @@ def _is_stored(node: Any) -> bool:
     return isinstance(node, LowPrecisionState)
 
 
-def _pack_like(template: PackedArray, leaf: Any, key: Any) -> PackedArray:
-    if template.shape != getattr(leaf, "shape", None):
-        raise _mismatch_error(template.shape, getattr(leaf, "shape", type(leaf).__name__))
-    return PackedArray.stored(jnp.asarray(leaf, template.dtype), template.format, key, is_positive=template.is_positive)
-
-
 def _cast_like(template: Any, leaf: Any) -> Any:
-    if jnp.shape(leaf) != template.shape:
-        raise _mismatch_error(template.shape, jnp.shape(leaf))
+    if (shape := getattr(leaf, "shape", type(leaf).__name__)) != template.shape:
+        raise _mismatch_error(template.shape, shape)
     return leaf if leaf.dtype == template.dtype else jnp.asarray(leaf, template.dtype)
 
 
 def _mismatch_error(expected: Any, got: Any) -> StructureError:
-    return StructureError(
-        "the state belongs to another optimizer, or to other parameters",
-        expected=expected,
-        got=got,
-        hint="pass a state of the same optimizer and parameters: converted only changes how a state is stored",
-    )
+    hint = "pass a state of the same optimizer and parameters: converted only changes how a state is stored"
+    problem = "the state belongs to another optimizer, or to other parameters"
+    return StructureError(problem, expected=expected, got=got, hint=hint)

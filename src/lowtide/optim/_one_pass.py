@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from ..core import StructureError, Tree, traced_device
+from ..core import StructureError, Tree, leaf_bytes, traced_device
 from ..core._compat import has_pallas_triton, in_triton
 from ..offload import plan
 from ._packed import FORMATS, PackedArray, is_packed, refuse_derivatives, row_of
@@ -53,9 +53,8 @@ Arrays = dict[Name, Any]
 class UpdateInputs:
     """Inputs of an update of `lowtide.optim.low_precision`, as lists of leaves."""
 
-    structures: tuple[Any, Any, Any]
-    """Structures of the gradients, the packed state and the parameters."""
-
+    structure: Any
+    """Structure of the tuple of gradients, state and parameters, with packed nodes as leaves."""
     grads: Sequence[Any]
     """Gradients in their own dtypes."""
     nodes: Sequence[Any]
@@ -71,43 +70,11 @@ class UpdateInputs:
     shardings: Mapping[Name, Any] | None = None
     """A `jax.sharding.NamedSharding` for each array; None on one device."""
 
-    @classmethod
-    def of(
-        cls,
-        grads: Tree,
-        inner: Tree,
-        params: Tree,
-        residuals: Tree,
-        key: Callable[[int], Any],
-        shardings: Sequence[Any] | None,
-    ) -> UpdateInputs:
-        """Flatten the trees of an update; `params` may be None, and `residuals` is None without ``weights``.
-
-        `key` makes a random uint32 from a number: nodes count up from 0, parameters count down from -1. `shardings` are
-        those of the gradients, the whole state and the parameters; None on one device.
-        """
-        (grads, grads_structure), (params, params_structure) = jax.tree.flatten(grads), jax.tree.flatten(params)
-        nodes, nodes_structure = jax.tree.flatten(inner, is_leaf=is_packed)
-        return cls(
-            structures=(grads_structure, nodes_structure, params_structure),
-            grads=grads,
-            nodes=nodes,
-            params=params,
-            residuals=None if residuals is None else params_structure.flatten_up_to(residuals),
-            state_keys=[key(position) for position in range(len(nodes))],
-            param_keys=[key(-1 - position) for position in range(len(params))],
-            shardings=None
-            if shardings is None
-            else _name_shardings(shardings, params_structure, has_residuals=residuals is not None),
-        )
-
-    def name(self, index: int) -> Name:
-        """Return the name of a flat argument of the wrapped update."""
-        for kind, leaves in (("grad", self.grads), ("state", self.nodes), ("param", self.params)):
-            if index < len(leaves):
-                return kind, index
-            index -= len(leaves)
-        raise IndexError(index)
+    @functools.cached_property
+    def names(self) -> list[Name]:
+        """Names of the flat arguments of the wrapped update."""
+        leaves_by_kind = {"grad": self.grads, "state": self.nodes, "param": self.params}
+        return [(kind, position) for kind, leaves in leaves_by_kind.items() for position in range(len(leaves))]
 
     def is_widened(self, position: int) -> bool:
         """Return whether the wrapped transformation sees a float32 number in place of a bfloat16 parameter."""
@@ -130,11 +97,6 @@ class UpdateInputs:
         residual = self.residuals[position] if self.residuals is not None else None
         return arrays if residual is None else {**arrays, ("rest", position): residual}
 
-    def written_names(self, name: Name) -> list[Name]:
-        """List the arrays of a leaf that an update writes."""
-        kinds = ("grad", "rest") if name[0] == "grad" else ("plain", "codes", "scales")
-        return [key for key in self.arrays(name) if key[0] in kinds]
-
     def dense(self, name: Name, arrays: Mapping[Name, Any], row: tuple[int, ...] | None = None) -> Any:
         """Return a leaf in the form that the wrapped update takes; `row` is the shape of one block, for blocks."""
         kind, position = name
@@ -147,9 +109,8 @@ class UpdateInputs:
             return dataclasses.replace(node, codes=codes, scales=scales, row=row_shape).dense()
         if kind == "param":
             return widen(arrays[name], arrays.get(("rest", position))) if self.is_widened(position) else arrays[name]
-        return (
-            arrays[name].astype(jnp.float32) if self.residuals is not None and is_narrow(arrays[name]) else arrays[name]
-        )
+        is_wide = self.residuals is not None and is_narrow(arrays[name])
+        return arrays[name].astype(jnp.float32) if is_wide else arrays[name]
 
     def store(
         self,
@@ -178,9 +139,8 @@ class UpdateInputs:
             return {("plain", position): new}
         key: Any = arrays.get(("state_key", position))  # bfloat16 alone needs it
         packed = PackedArray.stored(check(new), node.format, key, is_positive=node.is_positive)
-        return {
-            (name, position): x for name, x in (("codes", packed.codes), ("scales", packed.scales)) if x is not None
-        }
+        stored = {("codes", position): packed.codes, ("scales", position): packed.scales}
+        return {name: x for name, x in stored.items() if x is not None}
 
 
 def has_triton() -> bool:
@@ -190,15 +150,42 @@ def has_triton() -> bool:
     return device.platform == "gpu" and capability.isdigit() and int(capability) >= 8 and has_pallas_triton()
 
 
-def in_one_pass(update: Callable[..., Any], inputs: UpdateInputs, *, interpret: bool = False) -> Any:
+def in_one_pass(
+    update: Callable[..., Any],
+    grads: Tree,
+    inner: Tree,
+    params: Tree,
+    residuals: Tree,
+    key: Callable[[int], Any],
+    shardings: Sequence[Any] | None,
+    *,
+    interpret: bool = False,
+) -> Any:
     """Update with kernels that read every array once; return None where the kernels do not support the update.
 
-    Returns updates, the packed state and the residuals (None without ``weights``). The update overwrites state,
-    residuals and, where the dtypes are equal, gradients. `interpret` runs the kernels without Triton, on any device.
+    `params` may be None, and `residuals` is None without ``weights``. `key` makes a random uint32 from a number: nodes
+    count up from 0, parameters count down from -1. `shardings` are those of the gradients, the whole state and the
+    parameters; None on one device. `interpret` runs the kernels without Triton, on any device.
+
+    Returns updates, the packed state and the residuals. The update overwrites state, residuals and, where the dtypes
+    are equal, gradients.
     """
-    grads_structure, nodes_structure, params_structure = inputs.structures
-    if inputs.params and params_structure != grads_structure:
+    structure = jax.tree.structure((grads, inner, params), is_leaf=is_packed)
+    (grads, grads_structure), (params, params_structure) = jax.tree.flatten(grads), jax.tree.flatten(params)
+    nodes, nodes_structure = jax.tree.flatten(inner, is_leaf=is_packed)
+    if params and params_structure != grads_structure:
         return None
+    has_residuals = residuals is not None
+    inputs = UpdateInputs(
+        structure=structure,
+        grads=grads,
+        nodes=nodes,
+        params=params,
+        residuals=params_structure.flatten_up_to(residuals) if has_residuals else None,
+        state_keys=[key(position) for position in range(len(nodes))],
+        param_keys=[key(-1 - position) for position in range(len(params))],
+        shardings=None if shardings is None else _name_shardings(shardings, params_structure, has_residuals),
+    )
     results = _compute_arrays(update, inputs, interpret)
     if results is None:
         return None
@@ -209,14 +196,13 @@ def in_one_pass(update: Callable[..., Any], inputs: UpdateInputs, *, interpret: 
         codes, scales = results.get(("codes", position), old.codes), results.get(("scales", position), old.scales)
         return dataclasses.replace(old, codes=codes, scales=scales)
 
-    inner = nodes_structure.unflatten([updated_node(position, old) for position, old in enumerate(inputs.nodes)])
-    residuals = [results.get(("rest", position), old) for position, old in enumerate(inputs.residuals or ())]
-    updates = grads_structure.unflatten([results["grad", position] for position in range(len(inputs.grads))])
-    return updates, inner, None if inputs.residuals is None else params_structure.unflatten(residuals)
+    new_inner = nodes_structure.unflatten([updated_node(position, old) for position, old in enumerate(nodes)])
+    new_residuals = [results.get(("rest", position), old) for position, old in enumerate(inputs.residuals or ())]
+    updates = grads_structure.unflatten([results["grad", position] for position in range(len(grads))])
+    return updates, new_inner, params_structure.unflatten(new_residuals) if has_residuals else None
 
 
-def _name_shardings(shardings: Sequence[Any], params_structure: Any, *, has_residuals: bool) -> dict[Name, Any]:
-    """Return the sharding of each array."""
+def _name_shardings(shardings: Sequence[Any], params_structure: Any, has_residuals: bool) -> dict[Name, Any]:
     grads, state, params = shardings[:3]
     named = {("grad", position): sharding for position, sharding in enumerate(jax.tree.leaves(grads))}
     named |= {("param", position): sharding for position, sharding in enumerate(jax.tree.leaves(params))}
@@ -232,7 +218,7 @@ def _compute_arrays(update: Callable[..., Any], inputs: UpdateInputs, interpret:
     """Return the changed arrays, or None where the kernels do not support the update."""
     if not any(is_packed(node) and node.scales is not None for node in inputs.nodes):
         return None  # without scales, XLA needs only one pass, too, and fuses optax.apply_updates into it
-    names = [inputs.name(index) for index in range(len(inputs.grads) + len(inputs.nodes) + len(inputs.params))]
+    names = inputs.names
     declared = {
         index for index, (kind, position) in enumerate(names) if kind == "state" and is_packed(inputs.nodes[position])
     }
@@ -240,13 +226,7 @@ def _compute_arrays(update: Callable[..., Any], inputs: UpdateInputs, interpret:
     def dense_leaf(index: int) -> Any:
         return inputs.dense(names[index], inputs.arrays(names[index]))
 
-    leaves = iter(jax.eval_shape(lambda: [dense_leaf(index) for index in range(len(names))]))
-    grads_structure, nodes_structure, params_structure = inputs.structures
-    state_structure = jax.tree.structure(nodes_structure.unflatten([0] * len(inputs.nodes)))
-    args = [
-        structure.unflatten([next(leaves) for _ in range(structure.num_leaves)])
-        for structure in (grads_structure, state_structure, params_structure)
-    ]
+    args = inputs.structure.unflatten(jax.eval_shape(lambda: [dense_leaf(index) for index in range(len(names))]))
     try:
         update_plan = plan(update, args, lambda grads, state, params: (grads, state), chunk_bytes=0, declared=declared)
     except StructureError:  # the update in two passes raises its own error
@@ -282,9 +262,9 @@ def _compute_arrays(update: Callable[..., Any], inputs: UpdateInputs, interpret:
 def _make_kernel(update_plan: Any, group: Any, inputs: UpdateInputs) -> _Kernel | None:
     """Return the kernel of a group of leaves, or None where Triton does not support it."""
     program = update_plan.program
-    outputs = [(program.outputs[output], inputs.name(update_plan.replaced[output])) for output in group.outputs]
+    outputs = [(program.outputs[output], inputs.names[update_plan.replaced[output]]) for output in group.outputs]
     arrays = Arrays()
-    for name in (*map(inputs.name, group.leaves), *(name for _, name in outputs)):
+    for name in (*(inputs.names[leaf] for leaf in group.leaves), *(name for _, name in outputs)):
         arrays.update(inputs.arrays(name))
     values = {
         *group.leaves,
@@ -305,7 +285,7 @@ def _make_kernel(update_plan: Any, group: Any, inputs: UpdateInputs) -> _Kernel 
     lengths = [math.prod(shard_shape), *(math.prod(row_of(shard_shape, node.format)) for node in scaled_nodes)]
     is_supported = (
         not any(map(program.rank, scalars))
-        and all(_has_whole_bytes(program.avals[value].dtype) for value in values)
+        and all(leaf_bytes(program.avals[value]) >= program.avals[value].size for value in values)  # no 4-bit dtypes
         and all(_is_supported(program, equation) for equation in group.equations)
         and all(node.codes.dtype.name in _CODE_DTYPES for node in nodes)
         and len(blocks) == 1
@@ -335,22 +315,8 @@ def _shard_shape(shape: tuple[int, ...], arrays: Iterable[Name], shardings: Mapp
         return None
     shapes = {sharding.shard_shape(shape) for kind, sharding in named_shardings if kind != "scales"}
     # A row may span several axes. Its scales have one axis for all of them, so such a row is not sharded.
-    return shapes.pop() if len({_trim_spec(sharding.spec) for _, sharding in named_shardings}) == 1 else None
-
-
-def _trim_spec(spec: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a partition spec without trailing unsharded axes."""
-    entries = list(spec)
-    while entries and not entries[-1]:
-        entries.pop()
-    return tuple(entries)
-
-
-def _has_whole_bytes(dtype: Any) -> bool:
-    return (
-        jnp.issubdtype(dtype, jnp.bool_)
-        or (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits >= 8
-    )
+    specs = {(*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))) for _, sharding in named_shardings}
+    return shapes.pop() if len(specs) == 1 else None
 
 
 def _is_supported(program: Any, equation: Any) -> bool:
@@ -368,7 +334,6 @@ class _Kernel:
     group: Any
     inputs: UpdateInputs
     arrays: Arrays
-    """Arrays that it reads."""
     outputs: Sequence[tuple[int, Name]]
     """Output values, each with the name of the leaf that it replaces."""
     scalars: Sequence[int]
@@ -393,11 +358,10 @@ class _Kernel:
 
     @property
     def results(self) -> list[Name]:
-        """Names of the arrays that it writes."""
-        return [name for _, leaf in self.outputs for name in self.inputs.written_names(leaf)]
+        kinds = {"grad": ("grad", "rest"), "state": ("plain", "codes", "scales")}
+        return [name for _, leaf in self.outputs for name in self.inputs.arrays(leaf) if name[0] in kinds[leaf[0]]]
 
     def compute_shard(self, interpret: bool, arrays: Arrays) -> Arrays:
-        """Compute one device's shard of the results."""
         names, results = list(arrays), self.results
         widths = [1 if kind == "scales" else self.block for kind, _ in names]
         views = [x.reshape(-1, width) if x.ndim else x for x, width in zip(arrays.values(), widths, strict=True)]
@@ -444,7 +408,7 @@ class _Kernel:
         """Compute blocks of the results; `check` as in `UpdateInputs.store`."""
         inputs, avals = self.inputs, self.program.avals
         values = {value: arrays["value", value].astype(avals[value].dtype) for value in self.scalars}
-        values |= {value: inputs.dense(inputs.name(value), arrays, (self.block,)) for value in self.group.leaves}
+        values |= {value: inputs.dense(inputs.names[value], arrays, (self.block,)) for value in self.group.leaves}
         shape = values[self.group.leaves[0]].shape
         for equation in self.group.equations:
             operands = [
@@ -459,9 +423,9 @@ class _Kernel:
             elif equation.primitive.name in _BIT_OPERATIONS:
                 values[value] = equation.primitive.bind(*operands, **equation.params)
             else:  # Triton does not divide numbers in half precision
-                values[value] = equation.primitive.bind(*map(_to_float32, operands), **equation.params).astype(
-                    avals[value].dtype
-                )
+                half = (jnp.bfloat16, jnp.float16)
+                operands = [x.astype(jnp.float32) if x.dtype in half else x for x in operands]
+                values[value] = equation.primitive.bind(*operands, **equation.params).astype(avals[value].dtype)
         results = Arrays()
         for value, name in self.outputs:
             results.update(inputs.store(name, values[value], arrays, check, to_bfloat16=_to_bfloat16))
@@ -488,10 +452,6 @@ def _in_place(call: Callable[..., Any], arrays: Sequence[Any], aliases: Mapping[
         return count + 1, list(call(*current.values()))
 
     return tuple(jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), initial))[1])
-
-
-def _to_float32(x: Any) -> Any:
-    return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
 def _to_bfloat16(x: Array) -> Array:

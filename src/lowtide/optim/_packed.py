@@ -148,7 +148,11 @@ def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before 
     """
     row = row_of(x.shape, format)
     rows = x.astype(jnp.float32).reshape(*x.shape[: x.ndim - len(row)], math.prod(row))
-    bits = jax.lax.bitcast_convert_type(_split_blocks(rows, FORMATS[format].block), jnp.uint32)
+    block = FORMATS[format].block
+    if missing := -rows.shape[-1] % block:  # zeros fill the last block
+        rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)])
+    blocks = rows.reshape(*rows.shape[:-1], rows.shape[-1] // block, block)
+    bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
     # Compare integers: the bits of the magnitude, then a bit that is 1 for positive numbers. On a CPU, XLA's maximum of
     # floating-point numbers may lose a NaN (jax 0.10.2).
     largest = jnp.max((bits << 1) | (1 - (bits >> 31)), axis=-1)
@@ -169,7 +173,6 @@ def bits_of(format: str) -> int:
 
 
 def is_packed(node: Any) -> bool:
-    """Return whether a node of a state is packed."""
     return isinstance(node, PackedArray)
 
 
@@ -179,7 +182,12 @@ def random_bits(x: Float[Array, "*axes"], key: Array) -> UInt32[Array, "*axes"]:
 
     The bits do not depend on the position, so a block of an array is rounded in the same way as the whole array.
     """
-    return _mix_bits(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ key)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ key
+    for _ in range(2):  # MurmurHash3's finalizer (Appleby, public domain), applied twice
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+        bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+        bits = (bits ^ (bits >> 16)) + jnp.uint32(0x9E3779B9)
+    return bits
 
 
 def stochastic_round(x: Float[Array, "*axes"], key: Array) -> Float[Array, "*axes"]:
@@ -188,23 +196,6 @@ def stochastic_round(x: Float[Array, "*axes"], key: Array) -> Float[Array, "*axe
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(x, key) >> 16)
     rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x)
-
-
-def _mix_bits(x: Array) -> Array:
-    """Mix the bits of integers with MurmurHash3's finalizer (Appleby, public domain), applied twice."""
-    for _ in range(2):
-        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-        x = (x ^ (x >> 16)) + jnp.uint32(0x9E3779B9)
-    return x
-
-
-def _split_blocks(x: Array, block: int) -> Array:
-    """Split the last axis into blocks; the last block is padded with zeros."""
-    missing = -x.shape[-1] % block
-    if missing:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -261,9 +252,11 @@ _POWERS = [10.0 ** (level - _LEVELS + 1) for level in range(_LEVELS)]
 @_traced_once
 def _encode_dynamic(x: Array, is_positive: bool) -> Array:
     magnitude, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
-    first, last = _level_bounds(size)
+    first = [power * (0.1 + 0.45 / (size << level)) for level, power in enumerate(_POWERS)]
+    last = [power * (1 - 0.45 / (size << level)) for level, power in enumerate(_POWERS)]
     # The nearest number: the border between two levels is halfway between their neighbouring numbers.
-    level = _bucket_index(magnitude, [(upper + lower) / 2 for upper, lower in zip(first[1:], last[:-1], strict=True)])
+    borders = [(upper + lower) / 2 for upper, lower in zip(first[1:], last[:-1], strict=True)]
+    level = sum(((magnitude >= border).astype(jnp.int32) for border in borders), jnp.zeros(x.shape, jnp.int32))
     count = jnp.left_shift(size, level)
     tenths = magnitude * _level_value(level, [1 / power for power in _POWERS])
     index = jnp.floor((tenths - 0.1) / 0.9 * count.astype(jnp.float32)).astype(jnp.int32)
@@ -298,19 +291,6 @@ def _min_code(x: Array) -> Array:
     # The update divides by the root of a second moment. A positive one that is stored as 0 would divide a first moment
     # that may not be 0.
     return (x > 0).astype(jnp.int32)
-
-
-def _level_bounds(size: int) -> tuple[list[float], list[float]]:
-    """Return the first and the last number of each level."""
-    first = [power * (0.1 + 0.45 / (size << level)) for level, power in enumerate(_POWERS)]
-    return first, [power * (1 - 0.45 / (size << level)) for level, power in enumerate(_POWERS)]
-
-
-def _bucket_index(x: Array, borders: list[float]) -> Array:
-    index = jnp.zeros(x.shape, jnp.int32)
-    for border in borders:
-        index = index + (x >= border).astype(jnp.int32)
-    return index
 
 
 def _level_value(level: Array, values: list[float]) -> Array:

@@ -15,8 +15,4 @@ from .schedules import schedule as schedule
 from .schedules import simulate as simulate
 from .schedules import ticks as ticks
 from .split import PassFlops as PassFlops
-from .split import Residuals as Residuals
-from .split import StageSplit as StageSplit
-from .split import TracedSplit as TracedSplit
 from .split import Unsplit as Unsplit
-from .split import split_backward as split_backward

@@ -115,8 +115,7 @@ def dequantize(tree: Tree) -> Tree:
         >>> bool(jnp.allclose(dequantize(tree)["w"], 3.0, rtol=1e-3))
         True
     """
-    nodes = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
-    if not nodes:
+    if not any(map(_is_quantized, jax.tree.leaves(tree, is_leaf=_is_quantized))):
         hint = "quantise with lt.quantize; a dequantised model has only plain arrays"
         raise StructureError("the tree has no quantised weight", hint=hint)
     return jax.tree.map(lambda leaf: _dequantize(leaf) if _is_quantized(leaf) else leaf, tree, is_leaf=_is_quantized)
@@ -165,10 +164,8 @@ def _match_paths(paths: list[str], match: Any) -> set[str]:
 
 def _is_matrix(path: str, leaf: Any) -> bool:
     """Return whether a leaf is one floating-point matrix, or a stack of them."""
-    if not hasattr(leaf, "shape") or not jnp.issubdtype(leaf.dtype, jnp.floating) or not math.prod(leaf.shape):
-        return False
-    parts = path.split("/")
-    if parts[-1].startswith("lora_"):
+    parts, is_floating = path.split("/"), hasattr(leaf, "shape") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    if not is_floating or not math.prod(leaf.shape) or parts[-1].startswith("lora_"):
         return False
     # Layers in a list, as in Equinox, have numbers in their paths and no layer axis.
     is_stacked = model_part(path) == "layers" and not any(part.isdigit() for part in parts)
@@ -198,11 +195,11 @@ def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
         SelectionError: when a pattern matches nothing.
         StructureError: when no matrix is matched.
     """
-    named_leaves = leaves_with_paths(tree)
-    chosen = _match_paths([path for path, _ in named_leaves], match)
-    paths = {path for path, leaf in named_leaves if path in chosen and _is_matrix(path, leaf)}
+    leaves = dict(leaves_with_paths(tree))
+    chosen = _match_paths([*leaves], match)
+    paths = {path for path in chosen if _is_matrix(path, leaves[path])}
     if not paths:
-        raise _no_matrix_error([(path, leaf) for path, leaf in named_leaves if path in chosen])
+        raise _no_matrix_error([(path, leaf) for path, leaf in leaves.items() if path in chosen])
     return paths
 
 
@@ -240,10 +237,9 @@ def build(
         _check_finite(path, form, checks)
         return node if places is None else jax.tree.map(put, node, places)
     # Write into donated buffers. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
-    device_shardings = None if places is None else jax.tree.map(lambda place: place.with_memory_kind("device"), places)
     node = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), abstract(tuple(like.shape), form, like.dtype))
-    if device_shardings is not None:
-        node = jax.tree.map(put, node, device_shardings)
+    if places is not None:
+        node = jax.tree.map(lambda leaf, place: put(leaf, place.with_memory_kind("device")), node, places)
     for index in np.ndindex(*stack):
         matrix_node, checks = _quantize_matrix(form, matrix(index))
         _check_finite(f"{path}[{', '.join(map(str, index))}]", form, checks)
@@ -269,9 +265,8 @@ def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -
     def leaf_sharding(leaf: Any) -> Any:
         axes = spec if len(leaf.shape) == ndim else (*spec[: ndim - 2], *(None,) * (len(leaf.shape) - ndim + 2))
         counts = [math.prod(sharding.mesh.shape[name] for name in axis_names(axis)) for axis in axes]
-        leaf_spec = [
-            axis if size % count == 0 else None for axis, size, count in zip(axes, leaf.shape, counts, strict=True)
-        ]
+        sizes = zip(axes, leaf.shape, counts, strict=True)
+        leaf_spec = [axis if size % count == 0 else None for axis, size, count in sizes]
         return jax.sharding.NamedSharding(sharding.mesh, jax.P(*leaf_spec), memory_kind=sharding.memory_kind)
 
     return jax.tree.map(leaf_sharding, node)
@@ -292,9 +287,8 @@ def _encode_array(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
         return encode(weight, form, dtype)
 
     def leaf_shardings(_: Any) -> Any:
-        return placed(
-            jax.eval_shape(encode_node, jax.ShapeDtypeStruct(weight.shape, weight.dtype)), shardings_of(weight)
-        )
+        like = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        return placed(jax.eval_shape(encode_node, like), shardings_of(weight))
 
     return without_explicit_axes(encode_node, leaf_shardings, weight)
 
@@ -311,7 +305,6 @@ def _quantize_matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Arra
 
 
 def _take_matrix(stack: Any, index: tuple[int, ...]) -> Any:
-    """Take one matrix of a stack, from an array or a node."""
     if index and any(isinstance(leaf, jax.Array) and explicit_mesh(leaf) for leaf in jax.tree.leaves(stack)):
         return _take_sharded_matrix(stack, tuple(np.int32(i) for i in index))
     return jax.tree.map(lambda leaf: leaf[index] if index else leaf, stack)
@@ -331,8 +324,6 @@ def _take_sharded_matrix(stack: Any, index: tuple[Any, ...]) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_matrix(stack: Any, matrix: Any, index: tuple[Any, ...]) -> Any:
-    """Write one matrix into a stack, as an array or a node."""
-
     def write(buffer: Array, leaf: Array) -> Array:
         start = (*index, *(np.int32(0),) * leaf.ndim)
         return jax.lax.dynamic_update_slice(buffer, leaf[(None,) * len(index)], start)
@@ -351,8 +342,7 @@ def _dequantize(node: QuantizedWeight) -> Any:
         return _dequantize_matrix(node)
     dense = jnp.zeros(node.shape, node.dtype, device=node.sharding)
     for index in np.ndindex(*stack):
-        matrix = _dequantize_matrix(_take_matrix(node, index))
-        dense = _write_matrix(dense, matrix, tuple(np.int32(i) for i in index))
+        dense = _write_matrix(dense, _dequantize_matrix(_take_matrix(node, index)), tuple(map(np.int32, index)))
     return dense if node.sharding is None else jax.device_put(dense, node.sharding)
 
 

@@ -71,17 +71,14 @@ E2M1_VALUES = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
 _LARGEST_BLOCK = 2**16
 """Most neighbours in a row that can share a scale; a whole row may be longer."""
 
-FORMATS = {
-    form.name: form
-    for form in (
-        Format(name="nf4", codes=jnp.uint4, block=64, scales=jnp.float32, table=NF4_VALUES, double=True),
-        Format(name="int8", codes=jnp.int8, block=0, scales=jnp.float32, largest=127.0),
-        Format(name="int4", codes=jnp.int4, block=32, scales=jnp.bfloat16, largest=7.0),
-        Format(name="fp8", codes=jnp.uint8, block=0, scales=jnp.float32, largest=448.0),
-        Format(name="mxfp4", codes=jnp.uint4, block=32, scales=jnp.uint8, table=E2M1_VALUES, largest=6.0),
-    )
-}
-"""Formats by name."""
+_FORMATS = (
+    Format(name="nf4", codes=jnp.uint4, block=64, scales=jnp.float32, table=NF4_VALUES, double=True),
+    Format(name="int8", codes=jnp.int8, block=0, scales=jnp.float32, largest=127.0),
+    Format(name="int4", codes=jnp.int4, block=32, scales=jnp.bfloat16, largest=7.0),
+    Format(name="fp8", codes=jnp.uint8, block=0, scales=jnp.float32, largest=448.0),
+    Format(name="mxfp4", codes=jnp.uint4, block=32, scales=jnp.uint8, table=E2M1_VALUES, largest=6.0),
+)
+FORMATS = {form.name: form for form in _FORMATS}
 
 
 def format_named(name: str, block: int | None = None) -> Format:
@@ -119,11 +116,7 @@ def format_named(name: str, block: int | None = None) -> Format:
 # runs.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["codes", "scales", "nested_scales", "offset"],
-    meta_fields=["format", "block", "weight_dtype", "transposed"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
     """A frozen quantised weight; a pytree node that multiplies, and looks up rows, like the weight it replaced.
@@ -149,13 +142,13 @@ class QuantizedWeight:
     """Scales of 256 scales each, [number] or [L, number]; None without double quantisation."""
     offset: Any
     """The number that is added to every scale, [] or [L]; None without double quantisation."""
-    format: str
+    format: str = dataclasses.field(metadata={"static": True})
     """Name of the format (static)."""
-    block: int
+    block: int = dataclasses.field(metadata={"static": True})
     """Neighbours in a row that share a scale, 0 for the whole row (static)."""
-    weight_dtype: str
+    weight_dtype: str = dataclasses.field(metadata={"static": True})
     """Dtype of the weight that this node replaces (static)."""
-    transposed: bool = False
+    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether the node stands for the transposed weight, [in, out] (static)."""
 
     is_frozen: ClassVar[bool] = True  # `value_and_grad` refuses to train its scales
@@ -268,7 +261,6 @@ def _scales(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
 
 
 def _repeat_scales(scales: Array, block: int, width: int) -> Array:
-    """Repeat each scale for every weight of its block."""
     return jnp.repeat(scales, min(block, width), axis=-1)[..., :width] if block else scales
 
 
@@ -287,7 +279,6 @@ def _product(x: Array, node: QuantizedWeight, side: str) -> Array:
 
 
 def _scales_as_float32(scales: Array, form: str) -> Float[Array, "*any"]:
-    """Return scales without double quantisation as float32."""
     if FORMATS[form].scales == jnp.uint8:  # E8M0: the shifted bits of its NaN are an infinity
         powers = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
         return jnp.where(scales == _E8M0_NAN, jnp.nan, powers)
@@ -327,8 +318,6 @@ def _values(codes: Array, form: str) -> Float[Array, "*any"]:
     return choices[0].astype(jnp.float32)
 
 
-# Quantisation of a weight.
-
 _MIN_NORMAL = 2.0**-126
 _E8M0_NAN = 255
 
@@ -359,11 +348,10 @@ def encode(weight: Float[Array, "*stack out in"], form: Format, dtype: Any) -> Q
     else:
         scaled = blocks / jnp.where(divisor > 0, divisor, 1)[..., None]
     codes = _round_to_codes(scaled, form).reshape(*leading, num_blocks * block)[..., :width]
-    fields = (form.name, form.block, jnp.dtype(dtype).name)
-    if not form.double:
-        return QuantizedWeight(codes, scales, None, None, *fields)
-    scale_codes, nested_scales, offset = _quantize_scales(scales)
-    return QuantizedWeight(codes, scale_codes, nested_scales, offset, *fields)
+    nested_scales = offset = None
+    if form.double:
+        scales, nested_scales, offset = _quantize_scales(scales)
+    return QuantizedWeight(codes, scales, nested_scales, offset, form.name, form.block, jnp.dtype(dtype).name)
 
 
 def _round_to_codes(scaled: Array, form: Format) -> Array:
@@ -414,17 +402,13 @@ def _quantize_scales(scales: Float[Array, "*stack O N"]) -> tuple[UInt8[Array, "
     """
     flat = scales.reshape(*scales.shape[:-2], -1)
     mean = jnp.mean(flat, axis=-1)
-    mean = jnp.where(jnp.isfinite(mean), mean, _mean_of_finite(flat))
-    return *quantize_around_mean(scales, mean), mean
-
-
-def _mean_of_finite(flat: Float[Array, "*stack N"]) -> Float[Array, "*stack"]:
-    """Return the mean of the finite numbers, whose sum may be too large for float32."""
     is_finite = jnp.isfinite(flat)
-    flat = jnp.where(is_finite, flat, 0)
-    factor = _overflow_factor(jnp.max(flat, axis=-1))
-    total, count = jnp.sum(flat * factor[..., None], axis=-1), jnp.sum(is_finite, axis=-1)
-    return total / jnp.maximum(count, 1).astype(jnp.float32) / factor
+    finite = jnp.where(is_finite, flat, 0)
+    factor = _overflow_factor(jnp.max(finite, axis=-1))  # the sum may be too large for float32
+    total, count = jnp.sum(finite * factor[..., None], axis=-1), jnp.sum(is_finite, axis=-1)
+    mean_of_finite = total / jnp.maximum(count, 1).astype(jnp.float32) / factor
+    mean = jnp.where(jnp.isfinite(mean), mean, mean_of_finite)
+    return *quantize_around_mean(scales, mean), mean
 
 
 def _overflow_factor(sizes: Float[Array, "*any"]) -> Float[Array, "*any"]:

@@ -1,31 +1,5 @@
 """Memory reports as plain data, their differences, and their views; this package needs no JAX."""
 
-from ._facts import DERIVED_ROLES as DERIVED_ROLES
-from ._facts import Buffer as Buffer
-from ._facts import DiffRow as DiffRow
-from ._facts import Space as Space
-from ._facts import SpaceBytes as SpaceBytes
-from ._facts import live_bytes as live_bytes
-from ._facts import versions as versions
-from ._report import MemoryDiff as MemoryDiff
-from ._report import MemoryReport as MemoryReport
-from ._report import diff as diff
-from .views._run import Chart as Chart
-from .views._run import RunFacts as RunFacts
-from .views._run import run_page as run_page
+import lazy_loader
 
-__all__ = [
-    "Buffer",
-    "Chart",
-    "DERIVED_ROLES",
-    "DiffRow",
-    "MemoryDiff",
-    "MemoryReport",
-    "RunFacts",
-    "Space",
-    "SpaceBytes",
-    "diff",
-    "live_bytes",
-    "run_page",
-    "versions",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,6 +7,7 @@ total exactly. `peak_memory_in_bytes` is not used, because on a TPU it counts ho
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,6 +130,10 @@ def versions() -> dict[str, str | None]:
             package_versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             package_versions[name] = None
+    # The compiler for GPUs is a plugin; its package is named after the major version of CUDA.
+    for name in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            package_versions[name] = metadata.version(name)
     return package_versions
 
 
@@ -327,15 +332,7 @@ class DiffFacts:
 
 
 def live_bytes(buffers: Iterable[Buffer], num_moments: int) -> list[int]:
-    """Return the bytes that are alive at every position of a program.
-
-    Args:
-        buffers: the buffers to add up; fragmentation is not alive and is left out.
-        num_moments: number of positions of the program.
-
-    Returns:
-        One sum per position.
-    """
+    """Return the bytes that are alive at every position of a program; fragmentation is not alive."""
     steps = [0] * (num_moments + 1)
     for buffer in buffers:
         if buffer.role != "fragmentation":
@@ -365,12 +362,6 @@ def _to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
         }
         for buffer in buffers
     ]
-
-
-def from_rows(rows: Iterable[dict[str, Any]]) -> tuple[Buffer, ...]:
-    """Return the buffers that `_to_rows` turned into plain data."""
-    fields: list[dict[str, Any]] = [{**row, "shape": tuple(row.get("shape", ()))} for row in rows]
-    return tuple(Buffer(**row) for row in fields)
 
 
 def signed(num_bytes: int) -> str:

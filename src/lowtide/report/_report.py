@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import format_bytes
-from ._facts import SCHEMA_VERSION, SPACES, Buffer, DiffFacts, DiffRow, ReportFacts, Space, signed, space_total
+from ._facts import SPACES, Buffer, DiffFacts, DiffRow, ReportFacts, Space, signed, space_total
 from .views._content import at_peak, owner_name, summary
 from .views._files import dump_json, read_fields, write_view
 from .views._html import diff_page, notebook, report_page
@@ -105,7 +105,7 @@ class MemoryReport(ReportFacts, _Viewed):
         Memory:
             None on any device.
         """
-        return cls(**read_fields(path, schema_version=SCHEMA_VERSION))
+        return cls(**read_fields(path))
 
     def print(self, console: Console | None = None, *, top: int = 20) -> None:
         """Print the report to a terminal: verdict, bytes by role, live bytes over the program, largest owners.
@@ -124,17 +124,17 @@ class MemoryReport(ReportFacts, _Viewed):
         """
         print_report(self, console, top=top)
 
-    def _page(self) -> bytes:
-        return report_page(self)
-
-    def _picture(self) -> bytes:
-        return report_png(self)
-
     def __repr__(self) -> str:
         return summary(self)
 
     def _repr_html_(self) -> str:
         return notebook(self)
+
+    def _page(self) -> bytes:
+        return report_page(self)
+
+    def _picture(self) -> bytes:
+        return report_png(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -197,8 +197,6 @@ def diff(before: MemoryReport, after: MemoryReport) -> MemoryDiff:
     return MemoryDiff(before=before, after=after, rows=tuple(rows), notes=_notes(before, after))
 
 
-_Key = tuple[str, str, str]
-
 # Scopes name the body of a loop `eval_jaxpr` in JAX 0.11 and newer, and `closed_call` in older versions. Both names
 # become one, so that reports of different versions match.
 _LOOP_BODY = re.compile(r"\beval_jaxpr\b")
@@ -218,8 +216,8 @@ def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffR
     return rows
 
 
-def _by_owner(buffers: Iterable[Buffer], by_role: bool, total: int) -> dict[_Key, tuple[int, int]]:
-    owners: dict[_Key, tuple[int, int]] = {}
+def _by_owner(buffers: Iterable[Buffer], by_role: bool, total: int) -> dict[tuple[str, str, str], tuple[int, int]]:
+    owners: dict[tuple[str, str, str], tuple[int, int]] = {}
     for buffer in buffers:
         owner = owner_name(buffer) if buffer.path else _LOOP_BODY.sub("closed_call", owner_name(buffer))
         key = (buffer.role, buffer.role, "") if by_role else (buffer.role, owner, buffer.dtype)

@@ -43,24 +43,6 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Capability:
-    """Properties of an NVIDIA compute capability that a compiler needs."""
-
-    version: str
-    """Major and minor, such as ``9.0``."""
-    accelerated: bool = False
-    """Whether XLA uses the instructions that only this architecture has."""
-    threads_per_core: int
-    """Resident threads on a streaming multiprocessor."""
-    fpus_per_core: int
-    """Float32 units on a streaming multiprocessor."""
-    shared_bytes_per_core: int
-    """Shared memory on a streaming multiprocessor."""
-    shared_bytes_per_block: int
-    """Shared memory that a block can ask for."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """One entry of the catalogue; figures are per JAX device, None when unknown."""
 
@@ -92,7 +74,8 @@ class Chip:
     """The topology of one chip."""
     chip_config_name: str | None = None
     """How libtpu forms devices of cores, where its default differs from what JAX shows on a real machine."""
-    capability: Capability | None = None
+    capability: str | None = None
+    """Major and minor version of a GPU's compute capability, such as ``9.0``."""
     num_cores: int = 0
     """Streaming multiprocessors of a GPU."""
     l2_bytes: int = 0
@@ -116,18 +99,15 @@ class Chip:
     def gpu_target_config(self, hbm_bytes: int) -> str:
         """Return XLA's description of this GPU with a given memory: a `GpuTargetConfigProto` as text."""
         assert self.capability is not None, f"{self.name} is not a GPU"
-        major, minor = self.capability.version.split(".")
-        extension = "ACCELERATED_FEATURES" if self.capability.accelerated else "NONE"
+        major, minor = self.capability.split(".")
+        capability = dict(catalogue().capabilities[self.capability])
+        extension = "ACCELERATED_FEATURES" if capability.pop("accelerated", False) else "NONE"
         numbers = {
             # Literal numbers are the same for all GPUs of the catalogue.
             "threads_per_block_limit": 1024,
             "threads_per_warp": 32,
             "shared_memory_per_block": 49_152,
-            "shared_memory_per_block_optin": self.capability.shared_bytes_per_block,
-            "shared_memory_per_core": self.capability.shared_bytes_per_core,
-            "threads_per_core_limit": self.capability.threads_per_core,
             "core_count": self.num_cores,
-            "fpus_per_core": self.capability.fpus_per_core,
             "block_dim_limit_x": 2**31 - 1,
             "block_dim_limit_y": 65_535,
             "block_dim_limit_z": 65_535,
@@ -142,30 +122,27 @@ class Chip:
             "clock_rate_ghz": self.clock_ghz,
             "device_memory_size": hbm_bytes,
             "pcie_bandwidth": self.host_link_bandwidth,
+            **capability,
         }
         cudnn = ".".join(map(str, _CUDNN_VERSION))
-        lines = [f"{name}: {value}" for name, value in numbers.items() if value is not None]
-        lines += [
+        dnn = " ".join(f"{part}: {n}" for part, n in zip(("major", "minor", "patch"), _CUDNN_VERSION, strict=True))
+        links = [] if self.num_links is None else [f"device_interconnect_info {{ active_links: {self.num_links} }}"]
+        versions = ("driver_version", "runtime_version", "compile_time_toolkit_version")
+        lines = [
+            "gpu_device_info {",
+            *(f"{name}: {value}" for name, value in numbers.items() if value is not None),
             f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}",
             'device_vendor: "NVIDIA Corporation"',
             f'name: "{self.kinds[0]}"',
-            *(f'{field}: "{_CUDA_VERSION}"' for field in ("driver_version", "runtime_version")),
-            f'compile_time_toolkit_version: "{_CUDA_VERSION}"',
+            *(f'{field}: "{_CUDA_VERSION}"' for field in versions),
             f'dnn_version: "{cudnn}"',
+            *links,
+            "}",
+            'platform_name: "CUDA"',
+            f"dnn_version_info {{ {dnn} }}",
+            f'device_description_str: "{self.kinds[0]}"',
         ]
-        if self.num_links is not None:
-            lines.append(f"device_interconnect_info {{ active_links: {self.num_links} }}")
-        dnn = " ".join(f"{part}: {n}" for part, n in zip(("major", "minor", "patch"), _CUDNN_VERSION, strict=True))
-        return "\n".join(
-            [
-                "gpu_device_info {",
-                *(f"  {line}" for line in lines),
-                "}",
-                'platform_name: "CUDA"',
-                f"dnn_version_info {{ {dnn} }}",
-                f'device_description_str: "{self.kinds[0]}"',
-            ]
-        )
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +151,8 @@ class Catalogue:
 
     chips: dict[str, Chip]
     """Chips by their canonical names, TPUs first."""
+    capabilities: dict[str, dict[str, Any]]
+    """Fields of XLA's description that depend on an NVIDIA compute capability only, by its version."""
     tpu_words: dict[str, str]
     """Other words for TPUs, to suggest near misses."""
     ambiguous: dict[str, tuple[str, ...]]
@@ -216,25 +195,19 @@ def busy_rows(kind: str) -> int | None:
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """Read the catalogue, once."""
     text = importlib.resources.files("lowtide.targets").joinpath("chips.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
-    capabilities = {version: Capability(version=version, **fields) for version, fields in data["capabilities"].items()}
     names = data["names"]
     return Catalogue(
-        chips={
-            name: _chip(name, dict(fields), capabilities, data["machine_source"])
-            for name, fields in data["chips"].items()
-        },
+        chips={name: _chip(name, dict(fields), data["machine_source"]) for name, fields in data["chips"].items()},
+        capabilities=data["capabilities"],
         tpu_words=names["tpu"],
         ambiguous={name: tuple(chips) for name, chips in names["ambiguous"].items()},
         refused=tuple((re.compile(pattern), reason) for pattern, reason in names["refused"].items()),
     )
 
 
-def _chip(
-    name: str, fields: dict[str, Any], capabilities: dict[str, Capability], machine_sources: dict[str, str]
-) -> Chip:
+def _chip(name: str, fields: dict[str, Any], machine_sources: dict[str, str]) -> Chip:
     origin: dict[str, str] = fields.pop("source")
     per_chip = int(fields.get("devices_per_chip", 1))
     # chips.toml has figures per chip, a `Chip` has them per JAX device.
@@ -253,8 +226,6 @@ def _chip(
     )
     if usable_gib is not None:
         fields["device_bytes"] = int(usable_gib * 2**30)
-    if "capability" in fields:
-        fields["capability"] = capabilities[fields["capability"]]
     return Chip(
         name=name,
         kinds=tuple(fields.pop("kinds")),

@@ -232,13 +232,8 @@ def _cpu() -> Target:
 def _chip_figures(chip: Chip | None) -> dict[str, Any]:
     if chip is None:
         return {}
-    return {
-        "hbm_bytes": chip.hbm_bytes,
-        "hbm_bandwidth": chip.hbm_bandwidth,
-        "flops": chip.flops,
-        "host_link_bandwidth": chip.host_link_bandwidth,
-        "sources": tuple(f"{figure}: {origin}" for figure, origin in chip.sources if figure != "device_bytes"),
-    }
+    sources = tuple(f"{figure}: {origin}" for figure, origin in chip.sources if figure != "device_bytes")
+    return {**{figure: getattr(chip, figure) for figure in ("hbm_bytes", *_RATES)}, "sources": sources}
 
 
 def _ahead_of_time_target(chip: Chip, topology: str) -> Target:
@@ -335,9 +330,8 @@ def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tu
         raise TargetError(f"{name!r} needs NVIDIA's assembler ptxas, which is not on PATH", hint=hint)
     partitions, hosts, devices = gpu_topology(chip, num_gpus)
     try:
-        return tuple(
-            gpu_topology_devices(chip.gpu_target_config(hbm_bytes), partitions=partitions, hosts=hosts, devices=devices)
-        )
+        config = chip.gpu_target_config(hbm_bytes)
+        return tuple(gpu_topology_devices(config, partitions=partitions, hosts=hosts, devices=devices))
     except NotImplementedError as error:
         raise missing from error
     except Exception as error:  # XLA's first line is the reason
@@ -378,15 +372,13 @@ def _read_figures(values: Mapping[str, object]) -> dict[str, int]:
     for name, value in values.items():
         hint = 'give the number of devices in the name, as in "h100:8"' if name.startswith("num") else None
         check_choice("a figure of a target", name, (*_SIZES, *_RATES), hint=hint)
-        if value is not None:
-            figures[name] = _size(name, value) if name in _SIZES else _rate(name, value)
+        if name in _RATES and value is not None:
+            figures[name] = _rate(name, value)
+        elif value is not None:
+            figures[name] = parse_bytes(value if isinstance(value, int) else str(value))
+            least = 0 if name == "reserve_bytes" else 1
+            check_integer(name, figures[name], least, hint=f"leave {name} out if it is unknown")
     return figures
-
-
-def _size(name: str, value: object) -> int:
-    size = parse_bytes(value if isinstance(value, int) else str(value))
-    check_integer(name, size, 0 if name == "reserve_bytes" else 1, hint=f"leave {name} out if it is unknown")
-    return size
 
 
 def _rate(name: str, value: object) -> int:

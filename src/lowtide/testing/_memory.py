@@ -11,7 +11,6 @@ import difflib
 import io
 import json
 import re
-import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from ..core import (
     write_files,
 )
 from ..memory import Job, MemoryReport, Target, diff, target
-from ..report import DERIVED_ROLES
+from ..report import DERIVED_ROLES, dump_json, parse_fields
 from ..targets import resolve_target
 
 _MARKER_HINT = '@pytest.mark.device_memory_limit("12 GiB", target="v5e:2x2")'
@@ -235,8 +234,7 @@ class DeviceMemory:
                 reports.append(self(side, *args, target=target, **options))
             else:
                 reports.append(self._analyze(Job.of(side, "one side of the ratio"), self._goal(target)))
-        for report in reports:
-            _check_role(report, role)
+            _check_role(reports[-1], role)
         return Ratio(numerator=reports[0], denominator=reports[1], role=role)
 
     def assert_offloaded(
@@ -547,7 +545,6 @@ def _role_bytes(report: MemoryReport, role: str | None, space: str = "device") -
 
 
 def _check_role(report: MemoryReport, role: str | None) -> None:
-    """Check that a report has a role."""
     # Derived roles are always valid: a program may have no bytes of them, and then the report does not list them.
     roles = dict.fromkeys([*report.by_role, *report.host_by_role, *(b.role for b in report.buffers), *DERIVED_ROLES])
     if role is not None and role not in roles:
@@ -684,30 +681,20 @@ def _read(file: Path) -> dict[str, MemoryReport]:
     if version != _SNAPSHOT_VERSION:
         raise _damaged_file_error(file, f"version {version}, expected {_SNAPSHOT_VERSION}")
     reports: dict[str, MemoryReport] = {}
-    with tempfile.TemporaryDirectory() as folder:  # `from_json` reads only files
-        for key, value in snapshots.items():
-            path = Path(folder) / "report.json"
-            path.write_text(json.dumps(value), encoding="utf-8")
-            try:
-                reports[key] = MemoryReport.from_json(path)
-            except ReportError as error:
-                raise _damaged_file_error(file, f"{key}: {error.got or error.message}") from error
+    for key, value in snapshots.items():
+        try:
+            reports[key] = MemoryReport(**parse_fields(value, file))
+        except ReportError as error:
+            raise _damaged_file_error(file, f"{key}: {error.got or error.message}") from error
     return reports
 
 
 def _damaged_file_error(file: Path, got: object) -> ReportError:
-    return ReportError(
-        f"{file}: the memory snapshot cannot be read", got=got, hint=f"delete it and run pytest {_UPDATE_FLAG}"
-    )
+    hint = f"delete it and run pytest {_UPDATE_FLAG}"
+    return ReportError(f"{file}: the memory snapshot cannot be read", got=got, hint=hint)
 
 
 def _write(file: Path, reports: dict[str, MemoryReport]) -> None:
-    parts: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for key, report in sorted(reports.items()):
-            path = Path(folder) / "report.json"
-            report.to_json(path)
-            parts.append(f"{json.dumps(key)}: {path.read_text(encoding='utf-8').strip()}")
-    snapshots = ",\n".join(parts)
+    snapshots = ",\n".join(f"{json.dumps(key)}: {dump_json(reports[key].to_dict())}" for key in sorted(reports))
     text = f'{{"memory_snapshot_version": {_SNAPSHOT_VERSION}, "snapshots": {{\n{snapshots}\n}}}}\n'
     write_files(file.parent, {file.name: text.encode()})

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -190,9 +190,16 @@ class Listeners:
         """
         self.flush()
         if event.name == "resume":
-            self._resume(event.value)
+            for name, callback in self._named_callbacks():
+                if (state := event.value.get(name)) is not None:
+                    callback.resume(state)
             return
-        self._pending.extend((event, *hook) for hook in self._hooks(f"on_{event.name}"))
+        hook_name = f"on_{event.name}"
+        if event.name == "record" and self._on_record is not None:
+            self._pending.append((event, hook_name, self._on_record))
+        for callback in self._callbacks if hasattr(Callback, hook_name) else ():
+            hook = partial(getattr(callback, hook_name), self._trainer)
+            self._pending.append((event, f"{type(callback).__name__}.{hook_name}", hook))
         self.flush()
 
     def flush(self) -> None:
@@ -214,23 +221,11 @@ class Listeners:
                             hook(event.value)
                 raise
 
-    def _hooks(self, event: str) -> Generator[tuple[str, Callable[..., None]]]:
-        """Yield the functions to call for an event, each with its name for a note."""
-        if event == "on_record" and self._on_record is not None:
-            yield event, self._on_record
-        for callback in self._callbacks if hasattr(Callback, event) else ():
-            yield f"{type(callback).__name__}.{event}", partial(getattr(callback, event), self._trainer)
-
     def states(self) -> dict[str, Any]:
         """Return the states of the callbacks that a checkpoint keeps."""
         # Copies, because a callback may continue to update the object that it returned.
         states = {name: copy.deepcopy(callback.state()) for name, callback in self._named_callbacks()}
         return {name: state for name, state in states.items() if state is not None}
-
-    def _resume(self, states: Mapping[str, Any]) -> None:
-        for name, callback in self._named_callbacks():
-            if (state := states.get(name)) is not None:
-                callback.resume(state)
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Name the callbacks by class, and those of one class by a number in order."""
@@ -353,7 +348,9 @@ class _Monitor(Callback):
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Compare the value. Raise at the first record that should contain it but does not, as with a misspelt name."""
         if self.monitor not in record:
-            if not self._num_seen and self._is_due(trainer, record):
+            # A step's record has no value of a later evaluation.
+            is_due = not trainer.has_eval_data or ("eval_loss" in record) == self.monitor.startswith("eval_")
+            if not self._num_seen and is_due:
                 names = ", ".join(name for name in record if name not in ("step", "seconds"))
                 problem = f"{type(self).__name__} monitors {self.monitor!r}, which is not one of {names}"
                 hint = "values with names eval_... come from evaluations, which need fit(..., eval_data=...)"
@@ -368,10 +365,6 @@ class _Monitor(Callback):
         self.waited += 1
         if self.waited > self.patience:
             self.on_plateau(trainer)
-
-    def _is_due(self, trainer: TrainerView, record: Record) -> bool:
-        """Return whether this record has to contain the value: a step's record has no value of a later evaluation."""
-        return not trainer.has_eval_data or ("eval_loss" in record) == self.monitor.startswith("eval_")
 
 
 class EarlyStopping(_Monitor):
@@ -471,7 +464,18 @@ class ReduceOnPlateau(_Monitor):
         """Reset the counters, and raise if the optimizer has no rate to reduce."""
         super().on_train_begin(trainer)
         self._cooling = 0
-        _check_rates(trainer.state.opt_state)
+        opt_state, problem = trainer.state.opt_state, None
+        learning_rates = find_learning_rates(opt_state)
+        integer_dtypes = [rate.dtype for _, rate in learning_rates if not jnp.issubdtype(rate.dtype, jnp.floating)]
+        if find_learning_rates(opt_state, "hyperparams_states"):
+            problem = "one that follows a schedule, which would overwrite a change"
+        elif integer_dtypes:
+            problem = f"one of type {integer_dtypes[0]}, not a floating-point one"
+        elif not learning_rates:
+            problem = "no learning rate"
+        if problem is not None:
+            hint = "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)"
+            raise ConfigError(f"the learning rate cannot be changed, because the optimizer has {problem}", hint=hint)
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Compare the value; records during the cooldown are not counted."""
@@ -497,17 +501,3 @@ def _number(value: Any) -> float:
     """Return a real number, which may be in an array; NaN for any other value."""
     is_real = any(jnp.issubdtype(np.asarray(value).dtype, kind) for kind in (jnp.integer, jnp.floating))
     return float(value) if is_real and np.ndim(value) == 0 else math.nan
-
-
-def _check_rates(opt_state: Tree) -> None:
-    learning_rates, problem = find_learning_rates(opt_state), None
-    integer_dtypes = [rate.dtype for _, rate in learning_rates if not jnp.issubdtype(rate.dtype, jnp.floating)]
-    if find_learning_rates(opt_state, "hyperparams_states"):
-        problem = "one that follows a schedule, which would overwrite a change"
-    elif integer_dtypes:
-        problem = f"one of type {integer_dtypes[0]}, not a floating-point one"
-    elif not learning_rates:
-        problem = "no learning rate"
-    if problem is not None:
-        hint = "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)"
-        raise ConfigError(f"the learning rate cannot be changed, because the optimizer has {problem}", hint=hint)

@@ -46,6 +46,7 @@ from ..memory import (
 )
 from ..offload import state_shardings
 from ..pipeline import StageReport
+from ._events import user_stacklevel
 from ._pipeline_step import PipelineStep, Trial, choose_schedule
 from ._signals import delay_signals
 from ._state import TrainStateStore
@@ -74,11 +75,15 @@ class CompiledStep:
         sharding: ShardingRules | None,
         processes: Processes,
         num_microbatches: int,
-        budget_bytes: int | None,
+        budget: int | str | None,
     ) -> None:
         self._step, self._store, self._sharding, self._processes = step, store, sharding, processes
+        self._reschedulable = step if isinstance(step, PipelineStep) and step.can_reschedule else None
         self._num_microbatches = num_microbatches
-        self.budget_bytes = budget_bytes
+        budget_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
+        if budget_bytes is not None:
+            check_integer("budget", budget_bytes, hint='budget="14 GiB", or None for all bytes of the device')
+        self.budget_bytes: int | None = budget_bytes
         """Bytes that a step may use on a device; None for all bytes of the device."""
         self.stages: StageReport | None = None
         """Report on what each rank of a pipeline holds; available after `preflight`."""
@@ -87,7 +92,6 @@ class CompiledStep:
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
-        """The jitted step; see `Trainer.step_fn`."""
         return self._jitted([self._step, *(trial.step for trial in self._programs.values())][-1])
 
     def _jitted(self, step: TrainingStep) -> Any:
@@ -99,12 +103,12 @@ class CompiledStep:
         return jax.jit(flat_step(step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
-        """Return the compiled bytes of the step for a batch or shapes of one; see `Trainer.memory`."""
         shapes = self._shapes(batch)
         if target is None:
-            compiled = self.compile(shapes)
-            self._update_stages(compiled, shapes)
-            return self._report(compiled)
+            report = self._report(self.compile(shapes))
+            if isinstance(step := self._step_for(shapes), PipelineStep):
+                self.stages = step.report(combine(*self._store.parts), shapes, report)
+            return report
 
         def analyze_trial(step: TrainingStep) -> Trial:
             report = analyze(self._jitted(step), *self._arguments(shapes), target=target, roles=_ROLES)
@@ -115,23 +119,16 @@ class CompiledStep:
         return chosen_report
 
     def preflight(self, batch: Tree) -> MemoryReport:
-        """Compile the step, and raise if it needs more memory than the device has; see `Trainer.preflight`."""
-        shapes = self._shapes(batch)
-        compiled = self.compile(shapes)
-        self._update_stages(compiled, shapes)
-        return self._refuse_large(compiled, batch)
-
-    def _update_stages(self, compiled: Any, shapes: Tree) -> None:
-        """Update the report on the ranks of a pipeline for this program."""
-        if isinstance(step := self._step_for(shapes), PipelineStep):
-            self.stages = step.report(combine(*self._store.parts), shapes, self._report(compiled))
+        report = self.memory(batch, None)
+        self._refuse_large(report, batch)
+        return report
 
     def _choose(self, build: Callable[[TrainingStep], Trial], shapes: Tree) -> Trial:
         """Compile the step; for a pipeline that can be rescheduled, choose the schedule by the memory left."""
-        step = self._step
-        if not isinstance(step, PipelineStep) or not step.can_reschedule:
-            return build(step)
-        return choose_schedule(step, build, jax.tree.map(_to_struct, combine(*self._store.parts)), shapes)
+        if self._reschedulable is None:
+            return build(self._step)
+        arrays = jax.tree.map(_to_struct, combine(*self._store.parts))
+        return choose_schedule(self._reschedulable, build, arrays, shapes)
 
     def _free_bytes(self, report: MemoryReport) -> int | None:
         """Return the bytes that a device has left next to a step; negative where the step is too large."""
@@ -139,7 +136,6 @@ class CompiledStep:
         return None if usable is None else usable - report.device_bytes
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
-        """Return the error that lists the owners of the step's bytes."""
         batch = self._shapes(batch)
         program = compile(self._jitted(self._step_for(batch)), *self._arguments(batch))
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
@@ -150,7 +146,7 @@ class CompiledStep:
         self._store.borrow()
         on_device = self.place(batch)
         compiled = self.compile(on_device)
-        self._refuse_large(compiled, batch)
+        self._refuse_large(self._report(compiled), batch)
         # No interrupt between the call and `set`: the call consumes the state, and its result would be lost.
         with delay_signals():
             trainable, opt_state, mutable, step, metrics = called(compiled, *self._arguments(on_device))
@@ -159,7 +155,6 @@ class CompiledStep:
         return self._processes.in_turn(metrics)
 
     def place(self, batch: Tree, *, is_training: bool = True) -> Tree:
-        """Put a batch on the devices."""
         if self._sharding is None:
             return as_arguments(batch)
         self._processes.agree_on_batch(batch := jax.tree.map(as_numpy, batch))
@@ -172,7 +167,16 @@ class CompiledStep:
             trial = self._choose(lambda step: self._compile_trial(step, batch), batch)
             if isinstance(trial.program, Exception):
                 raise trial.program
-            _refuse_copies(trial.program)
+            if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue]
+                warnings.warn(
+                    "jax_debug_nans is on, so JAX donates no buffers: each step holds its state twice\n"
+                    "hint: JAX stops at a step with NaN, but cannot locate it there: call the loss function alone to "
+                    "find it",
+                    UserWarning,
+                    stacklevel=user_stacklevel(),
+                )
+            else:
+                check_donation(trial.program, arg_names=STEP_ARGUMENTS)
             self._programs[key] = trial
             if trial.report is not None:
                 self._reports[id(trial.program)] = trial.report
@@ -181,7 +185,7 @@ class CompiledStep:
     def _compile_trial(self, step: TrainingStep, batch: Tree) -> Trial:
         """Compile a step for this hardware, with a memory report where a schedule is chosen by it."""
         with warnings.catch_warnings():
-            # JAX only warns about them, without a path. `_refuse_copies` raises, with a path.
+            # JAX only warns about them, without a path. `check_donation` raises, with a path.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             lowered = self._jitted(step).lower(*self._arguments(batch))
             self._processes.agree_on_program(lowered)
@@ -191,7 +195,7 @@ class CompiledStep:
                 if not is_out_of_memory(error):
                     raise
                 program = error
-        if not self._can_reschedule:
+        if self._reschedulable is None:
             return Trial(step, program, None, None)
         if isinstance(program, Exception):  # a TPU compiler reports memory even when the program does not fit
             report = analyze(self._jitted(step), *self._arguments(batch), roles=_ROLES)
@@ -201,18 +205,13 @@ class CompiledStep:
         return Trial(step, program, report, self._processes.least(self._free_bytes(report)))
 
     def _step_for(self, shapes: Tree) -> TrainingStep:
-        """Return the step that runs for batches of these shapes."""
         key = self._key(shapes)
         return self._programs[key].step if key in self._programs else self._step
-
-    @property
-    def _can_reschedule(self) -> bool:
-        return isinstance(self._step, PipelineStep) and self._step.can_reschedule
 
     def _key(self, batch: Tree) -> Any:
         """Return the cache key of a program: shapes of batches, and the budget where a schedule is chosen by it."""
         leaves, structure = jax.tree.flatten(batch)
-        budget = self.budget_bytes if self._can_reschedule else None
+        budget = None if self._reschedulable is None else self.budget_bytes
         return structure, budget, *[(leaf.shape, leaf.dtype, multi_device_sharding(leaf)) for leaf in leaves]
 
     def _shapes(self, batch: Tree) -> Tree:
@@ -227,41 +226,17 @@ class CompiledStep:
         return state.trainable, state.opt_state, state.mutable, state.step, self._store.frozen, batch
 
     def _report(self, compiled: Any) -> MemoryReport:
-        """Return the memory report of a compiled step; it is made once."""
         if id(compiled) not in self._reports:
             self._reports[id(compiled)] = analyze_compiled(compiled, roles=_ROLES)
         return self._reports[id(compiled)]
 
-    def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
-        report = self._report(compiled)
+    def _refuse_large(self, report: MemoryReport, batch: Tree) -> None:
         if (self._free_bytes(report) or 0) < 0:
             raise self.shortage(batch, "before its first step")
-        return report
 
 
 def _to_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
-
-
-def _refuse_copies(compiled: Any) -> None:
-    """Raise when a compiled step would hold a part of its state twice."""
-    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue]
-        warnings.warn(
-            "jax_debug_nans is on, so JAX donates no buffers: each step holds its state twice\n"
-            "hint: JAX stops at a step with NaN, but cannot locate it there: call the loss function alone to find it",
-            UserWarning,
-            stacklevel=5,
-        )
-        return
-    check_donation(compiled, arg_names=STEP_ARGUMENTS)
-
-
-def parse_budget(budget: int | str | None) -> int | None:
-    """Return the bytes that a step may use, or None for all bytes of the device."""
-    num_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
-    if num_bytes is not None:
-        check_integer("budget", num_bytes, hint='budget="14 GiB", or None for all bytes of the device')
-    return num_bytes
 
 
 # --- steps compiled from shapes: the trainer's, and a naive one ------------------------------------------------------

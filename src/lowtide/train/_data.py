@@ -120,7 +120,6 @@ class DataCursor:
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The requested end of the run."""
         return {"num_steps": self._num_steps, "num_epochs": self._num_epochs}
 
     @property
@@ -204,7 +203,8 @@ class DataCursor:
                 self._iterator = iter(self._data) if self._iterator is None else self._iterator
                 batch = next(self._iterator)
         except (IndexError, StopIteration) as error:
-            if isinstance(error, IndexError) and not self._is_past(index):
+            has_batch = not self._is_indexed or (hasattr(self._data, "__len__") and index < len(self._data))
+            if isinstance(error, IndexError) and has_batch:
                 raise  # an error inside the user's dataset
             if not self._is_indexed and self._index_in_epoch and (self._num_epochs or self._iterator is not self._data):
                 return self._end_epoch(step)
@@ -215,10 +215,6 @@ class DataCursor:
         self._last_batch, self._unused_batch = [batch] if self._is_single_pass else [], []
         self._index_in_epoch += 1
         return batch
-
-    def _is_past(self, index: int) -> bool:
-        """Return whether no batch has this index, so that an `IndexError` means the end of the data."""
-        return self._is_indexed and (not hasattr(self._data, "__len__") or index >= len(self._data))
 
     def _end_epoch(self, step: int) -> DataEnd:
         iterator = self._iterator
@@ -379,7 +375,6 @@ def _class_table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[n
 
 
 def _class_ids(labels: Any, numpy: Any) -> Any:
-    """Return the class of each label."""
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         return labels.astype(np.int32)
     if labels.ndim > 1 and labels.shape[-1] > 1:

@@ -59,13 +59,6 @@ class FitOptions(TypedDict, total=False):
     progress: bool
 
 
-def refuse_unknown(options: FitOptions) -> None:
-    """Raise for options that `Trainer.fit` does not take."""
-    if unknown := sorted(options.keys() - FitOptions.__annotations__.keys()):
-        names = ", ".join(FitOptions.__annotations__)
-        raise TypeError(f"Trainer.session got {', '.join(unknown)}\nhint: like fit, it takes {names}")
-
-
 class Run:
     """A run in a loop of your own, made by `Trainer.session`; iterate it once.
 
@@ -232,15 +225,13 @@ class Session:
         self.is_closed = True
 
     def stop(self) -> None:
-        """End after the current step, as if it were the last one."""
         self.is_stopped = True
 
     def metadata(self) -> RunMetadata:
         """Return the metadata of the state: the position of the data, and the states of callbacks."""
         position = self._position() if self.final_cursor is None else self.snapshots.metadata.position
-        return RunMetadata(
-            position, self.listeners.states() if self._has_resumed else self.snapshots.metadata.callbacks
-        )
+        callbacks = self.listeners.states() if self._has_resumed else self.snapshots.metadata.callbacks
+        return RunMetadata(position, callbacks)
 
     def deliver(self) -> None:
         """Read the values of all steps so far; callbacks receive their events now, the loop afterwards."""
@@ -272,7 +263,14 @@ class Session:
         self.snapshots.take(self.metadata())
         self.nan_policy.begin()
         yield from self._train()
-        self._warn_if_no_step()
+        step, is_unfinished = self.store.step, self.is_stopped or self._sigterm.has_arrived
+        if step == self._start_step > 0 and not (self.records or is_unfinished):
+            warnings.warn(
+                f"fit took no step: the trainer is at step {step} and epoch {self.cursor.epoch}\n"
+                "hint: num_steps and num_epochs count from the beginning of the run, not of this fit",
+                UserWarning,
+                stacklevel=user_stacklevel(),
+            )
         self.is_over = True
         yield Event("train_end")
 
@@ -383,7 +381,10 @@ class Session:
 
     def _evaluate(self) -> Iterator[Event]:
         step = self.store.step
-        if self.eval_data is None or self._evaluated_step == step or self._is_terminated():
+        if self.eval_data is None or self._evaluated_step == step:
+            return
+        if self.processes.any(self._sigterm.has_arrived):
+            self._requested_action = _TERMINATE
             return
         yield Event("evaluate_begin")
         values = None
@@ -406,12 +407,6 @@ class Session:
         is_best, self._is_best = self._is_best, False
         if is_best and self.save():
             yield Event("checkpoint", self.store.step)
-
-    def _is_terminated(self) -> bool:
-        """Return whether any process has received a signal; all processes have to call this."""
-        has_arrived = self.processes.any(self._sigterm.has_arrived)
-        self._requested_action = max(self._requested_action, _TERMINATE * has_arrived)
-        return has_arrived
 
     def _is_due(self, step: int) -> bool:
         """Return whether the evaluation of a step is still to come."""
@@ -444,9 +439,8 @@ class Session:
         if self.nan_policy.has_rolled_back:
             self.cursor.end_after_rollback(self.snapshots.metadata.position)
         else:
-            self.snapshots.set_metadata(
-                RunMetadata(self._position(), None if self._has_resumed else self.snapshots.metadata.callbacks)
-            )
+            callbacks = None if self._has_resumed else self.snapshots.metadata.callbacks
+            self.snapshots.set_metadata(RunMetadata(self._position(), callbacks))
             self.cursor.end_run(self.store.step, self.snapshots.metadata.position or {})
         self.final_cursor = self.cursor
         if error is not None and self._has_resumed and not self.nan_policy.has_rolled_back:
@@ -542,13 +536,3 @@ class Session:
             eval_data=self.eval_data is not None,
             state=types,
         )
-
-    def _warn_if_no_step(self) -> None:
-        step = self.store.step
-        if step == self._start_step > 0 and not (self.records or self.is_stopped or self._sigterm.has_arrived):
-            warnings.warn(
-                f"fit took no step: the trainer is at step {step} and epoch {self.cursor.epoch}\n"
-                "hint: num_steps and num_epochs count from the beginning of the run, not of this fit",
-                UserWarning,
-                stacklevel=user_stacklevel(),
-            )

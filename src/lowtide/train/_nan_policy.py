@@ -141,7 +141,6 @@ class NonFinitePolicy:
 
 
 def _nonfinite_names(values: Mapping[str, float]) -> list[str]:
-    """Return which of loss and gradients are not finite."""
     return [name for name in ("loss", "grad_norm") if not math.isfinite(values.get(name, 0.0))]
 
 

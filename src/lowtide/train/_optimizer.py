@@ -68,7 +68,8 @@ class _Ema:
     decay: float
 
     def init(self, params: Tree) -> EmaState:
-        return EmaState(self.tx.init(params), jax.tree.map(_widen, params))
+        average = jax.tree.map(lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True), params)
+        return EmaState(self.tx.init(params), average)
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         if params is None:
@@ -90,16 +91,8 @@ def with_inner(
 
 def find_average(state: Tree) -> Tree | None:
     """Return the average of the first `ema` in an optimizer's state, or None."""
-    ema_states = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_ema) if _is_ema(leaf)]
-    return ema_states[0].average if ema_states else None
-
-
-def _is_ema(node: Any) -> bool:
-    return isinstance(node, EmaState)
-
-
-def _widen(leaf: Any) -> Any:
-    return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, EmaState))
+    return next((node.average for node in nodes if isinstance(node, EmaState)), None)
 
 
 def find_learning_rates(opt_state: Tree, field_name: str = "hyperparams") -> list[tuple[Any, Any]]:

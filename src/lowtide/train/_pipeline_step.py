@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import (
     ConfigError,
@@ -92,26 +92,23 @@ class PipelineStep:
     def within(self, memory_limit: int) -> PipelineStep:
         """Return the step with another limit of the bytes that wait on each device; state and layers stay the same."""
         step = copy.copy(self)
-        step._pipeline, step._concrete = (
-            pipeline.within(memory_limit) for pipeline in (self._pipeline, self._concrete)
-        )
+        step._pipeline, step._concrete = self._pipeline.within(memory_limit), self._concrete.within(memory_limit)
         step._whole = self._whole.with_gradients(step._gradients)
         return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """Return the initial state of a model that is arranged and on the mesh; see `TrainingStep`."""
         for path, leaf in leaves_with_paths(split_static(outer_and_layers(model, _FEATURE)[1])[0]):
-            if _first_axis(leaf.sharding) != STAGE:
+            first_axis, *_ = (*getattr(leaf.sharding, "spec", ()), None)
+            if first_axis not in (STAGE, (STAGE,)):
                 problem = f"layers/{path} must be sharded along {STAGE!r} first, not as {leaf.sharding.spec}"
                 raise ConfigError(problem, hint="change the rule for it in ShardingRules")
         return self._whole.init(model)
 
     def guard(self, is_guarded: bool) -> None:
-        """See `TrainingStep`."""
         self._whole.guard(is_guarded)
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
-        """See `TrainingStep`."""
         return self._whole.split(model)
 
     def arranged(self, model: Tree) -> Tree:
@@ -139,20 +136,16 @@ class PipelineStep:
         return with_outer_and_layers(model, outer, jax.tree.unflatten(jax.tree.structure(layers), rows))
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        """See `TrainingStep`."""
         return self._whole(state, frozen, batch)
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
-        """See `TrainingStep`."""
         return self._whole.loss(arrays, batch, key=key, training=training)
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """See `TrainingStep`."""
         kwargs = accepted_keywords(fn, training=False)
         return self._whole.bind(lambda model, *args: fn(self._in_model_order(model), *args, **kwargs))
 
     def model(self, *parts: Tree) -> Tree:
-        """See `TrainingStep`."""
         return self._in_model_order(self._whole.model(*parts))
 
     def report(self, arrays: Tree, batch: Tree, memory: MemoryReport | None) -> StageReport:
@@ -175,12 +168,6 @@ class PipelineStep:
         return self._pipeline.evaluate(*outer_and_layers(model, _FEATURE), batch)
 
 
-def _first_axis(sharding: Any) -> Any:
-    """Return the mesh axis that shards the first dimension of an array."""
-    first = (*getattr(sharding, "spec", ()), None)[0]
-    return first[0] if isinstance(first, tuple) and len(first) == 1 else first
-
-
 def make_pipeline(
     model: Tree,
     pipeline: Schedule | Pipeline,
@@ -197,9 +184,13 @@ def make_pipeline(
         if not isinstance(stack, LayerStack):
             problem = f"a schedule needs a model with a stack, such as lt.models.Decoder, not a {type(model).__name__}"
             raise StructureError(problem, hint="pipeline=lt.pipeline.value_and_grad(stack, schedule, mesh=mesh)")
-        sharding = sharding or ShardingRules(mesh=_mesh_of(pipeline.num_ranks))
+        count, ranks = jax.device_count(), pipeline.num_ranks
+        if sharding is None and count % ranks:
+            hint = f"sharding=ShardingRules(mesh=make_mesh(stage={ranks}, devices=...)), or another number of stages"
+            raise ConfigError(f"{count} devices cannot be divided evenly among {ranks} ranks", hint=hint)
+        sharding = sharding or ShardingRules(mesh=make_mesh(stage=ranks))  # FSDP over the devices that the ranks leave
         if STAGE not in sharding.mesh.shape:
-            hint = f"make_mesh(stage={pipeline.num_ranks})"
+            hint = f"make_mesh(stage={ranks})"
             raise ConfigError(f"the mesh has no axis {STAGE!r} for the ranks", hint=hint)
         wrt = "**" if wrt is None else wrt
         resolved = value_and_grad(stack, pipeline, mesh=sharding.mesh, axis=STAGE, wrt=wrt, weight=weight)
@@ -207,7 +198,14 @@ def make_pipeline(
         if pipeline.axis != STAGE:
             raise ConfigError(f"the mesh axis of a trainer's pipeline must be named {STAGE!r}, not {pipeline.axis!r}")
         sharding = sharding or ShardingRules(mesh=pipeline.mesh, batch_axes=pipeline.batch_axes)
-        resolved = dataclasses.replace(pipeline, **_merge_arguments(pipeline, wrt=("**", wrt), weight=(None, weight)))
+        resolved = pipeline
+        for name, default, value in (("wrt", "**", wrt), ("weight", None, weight)):
+            pipeline_value = getattr(pipeline, name)
+            if value is not None and pipeline_value not in (value, default):
+                problem = f"{name} is set twice: {pipeline_value!r} for the pipeline, {value!r} for the trainer"
+                raise ConfigError(problem)
+            if value is not None:
+                resolved = dataclasses.replace(resolved, **{name: value})
         pairs = {
             "mesh": (pipeline.mesh, sharding.mesh),
             "batch_axes": (sorted({*pipeline.batch_axes}), sorted({*sharding.batch_axes})),
@@ -222,25 +220,6 @@ def make_pipeline(
         resolved, arranged=True, layers_per_stage=plan.layers_per_stage, batch_axes=tuple(sharding.batch_axes)
     )
     return resolved, sharding
-
-
-def _mesh_of(num_ranks: int) -> Mesh:
-    """Return a mesh of all devices, with FSDP along those that the ranks leave."""
-    if jax.device_count() % num_ranks:
-        hint = f"sharding=ShardingRules(mesh=make_mesh(stage={num_ranks}, devices=...)), or another number of stages"
-        raise ConfigError(f"{jax.device_count()} devices cannot be divided evenly among {num_ranks} ranks", hint=hint)
-    return make_mesh(stage=num_ranks)
-
-
-def _merge_arguments(pipeline: Pipeline, **arguments: tuple[Any, Any]) -> dict[str, Any]:
-    """Merge arguments that both the trainer and the pipeline take, each as (default, the trainer's value)."""
-    merged: dict[str, Any] = {}
-    for name, (default, value) in arguments.items():
-        pipeline_value = getattr(pipeline, name)
-        if not (value is None or value == pipeline_value or pipeline_value == default):
-            raise ConfigError(f"{name} is set twice: {pipeline_value!r} for the pipeline, {value!r} for the trainer")
-        merged[name] = pipeline_value if value is None else value
-    return merged
 
 
 # --- the schedule for the memory left on the device ------------------------------------------------------------------

@@ -49,13 +49,11 @@ class Progress(Callback):
             self._attempt(partial(self._bar.update, self._task, completed=record["step"], description=text))
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._attempt(self._bar.stop)
             self._bar = None
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """Remove the bar."""
         self.on_train_end(trainer)
 
     def _show(self, renderable: Any) -> None:

@@ -71,7 +71,6 @@ class TrainStateStore:
 
     @property
     def step(self) -> int:
-        """Number of steps taken so far."""
         return int(self.state.step)
 
     @property
@@ -83,7 +82,6 @@ class TrainStateStore:
     # --- other arrays ----------------------------------------------------------------------------------------------
 
     def set(self, state: TrainState) -> None:
-        """Continue with the state after a step."""
         self.state = state
 
     def replace(self, state: Any, *, is_running: bool) -> None:
@@ -117,18 +115,15 @@ class TrainStateStore:
             self._return_arrays()
 
     def mark_evaluated(self) -> None:
-        """Record that a run has evaluated the weights."""
         self.is_edited = False
 
     def set_step(self, number: int) -> None:
-        """Set the number of steps for which the weights were trained."""
         check_integer("step", number, 0, _MAX_STEP)
         self.refuse_averaged("setting step")
         place = self.state.step.sharding
         self.state = dataclasses.replace(self.state, step=put(jnp.int32(number), place))
 
     def update(self, model: Tree) -> None:
-        """Replace the weights; see `Trainer.update`."""
         self.refuse_averaged("update")
         replace = getattr(self._object, "replace", None)
         if self._object is not None and replace is None:
@@ -197,7 +192,6 @@ class TrainStateStore:
 
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
-        """Replace the trainable leaves by their running average; see `Trainer.averaged`."""
         self.refuse_averaged("averaged")
         average = find_average(self.state.opt_state)
         if average is None:
@@ -218,7 +212,6 @@ class TrainStateStore:
             self._return_arrays()
 
     def refuse_averaged(self, action: str) -> None:
-        """Raise inside `averaged`."""
         if self.is_averaged:
             raise StateError(f"{action} was called inside of averaged", hint="leave the with block first")
 
@@ -248,7 +241,6 @@ def _as_arrays(tree: Tree) -> Tree:
 
 
 def _from_numpy(tree: Tree) -> Tree:
-    """Convert NumPy arrays to JAX arrays."""
     # Every step would copy a NumPy array to the device, and it has no shards, of which copies are made.
     return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
 

@@ -7,6 +7,7 @@ step. `WholeStep` differentiates the model as a whole, in mixed precision if ask
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -49,7 +50,6 @@ STEP_ARGUMENTS = ("trainable", "optimizer", "mutable", "step", "frozen", "batch"
 UPDATE_HINT = "change the object that `Trainer.model` returns"
 DONATED = (0, 1, 2, 3)
 """Positions of the arguments that a step consumes and returns."""
-_KEYWORDS = ("key", "training")
 _RESERVED = frozenset({"step", "loss", "grad_norm", "learning_rate", "seconds"})
 """Names of values that the trainer itself writes into records."""
 
@@ -75,11 +75,6 @@ def multi_device_sharding(leaf: Any) -> Any:
     """Return the sharding of an array on several devices, else None."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if sharding is not None and len(sharding.device_set) > 1 else None
-
-
-def devices(leaf: Any) -> set[Any] | None:
-    """Return the devices of an array; None for a tracer and for anything else."""
-    return leaf.devices() if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
 
 
 class TrainingStep(Protocol):
@@ -185,30 +180,27 @@ class WholeStep(TrainingStep):
         self._is_guarded = is_guarded
 
     def with_gradients(self, gradients: Callable[[TrainState, Tree, Tree], Gradients]) -> WholeStep:
-        """Return the same step with another function for its gradients."""
         step = copy.copy(self)
         step._gradients = gradients
         return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         trainable, mutable, frozen = self.split(model)
-        # Under jit, the optimizer's state gets its own buffers, even where init returns the parameters themselves.
-        are_sharded = [
-            isinstance(multi_device_sharding(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable)
-        ]
-        is_sharded = any(are_sharded)
-        meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(trainable)] if all(are_sharded) else []
+        leaves = jax.tree.leaves(trainable)
+        are_sharded = [isinstance(multi_device_sharding(leaf), jax.sharding.NamedSharding) for leaf in leaves]
+        meshes = [leaf.sharding.mesh for leaf in leaves] if all(are_sharded) else []
         # Arrays on a mesh with explicit axes carry their sharding in their types.
         if meshes and not any(mesh.abstract_mesh.explicit_axes for mesh in meshes):
             shardings = jax.tree.map(lambda leaf: leaf.sharding, trainable)
             self._tx = with_inner(self._tx, functools.partial(with_shardings, shardings=shardings))
         count = jnp.int32(0)
-        device_sets = [devices(leaf) for leaf in jax.tree.leaves(trainable)]
-        is_elsewhere = not is_sharded and any(device_set not in (None, count.devices()) for device_set in device_sets)
-        out_shardings = state_shardings(self._tx, trainable) if is_sharded or is_elsewhere else None
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
+        is_elsewhere = not any(are_sharded) and any(array.devices() != count.devices() for array in arrays)
+        out_shardings = state_shardings(self._tx, trainable) if any(are_sharded) or is_elsewhere else None
+        # Under jit, the optimizer's state gets its own buffers, even where init returns the parameters themselves.
         opt_state = jax.jit(self._tx.init, out_shardings=out_shardings)(trainable)
         if is_elsewhere:  # a checkpoint restores each leaf to its own device
-            count = jax.device_put(count, jax.tree.leaves(trainable)[0].sharding)
+            count = jax.device_put(count, leaves[0].sharding)
         return TrainState(count, trainable, opt_state, mutable), frozen
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
@@ -245,9 +237,8 @@ class WholeStep(TrainingStep):
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(wide)}
         update = optax.with_extra_args_support(self._tx).update
-        takes_value = "value" in (parameters := inspect.signature(update).parameters) or any(
-            parameters[name].kind is inspect.Parameter.VAR_KEYWORD for name in parameters
-        )
+        parameters = inspect.signature(update).parameters
+        takes_value = "value" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
         def advance(state: TrainState, mutable: Tree, grads: Tree, loss: Any) -> TrainState:
             extra = {"value": loss} if takes_value else {}  # reduce-on-plateau schedules use the loss
@@ -339,7 +330,6 @@ class LayerStep(TrainingStep):
         self._other_fields = with_outer_and_layers(model, None, None)
 
     def guard(self, is_guarded: bool) -> None:
-        """Guard the layerwise step itself; see `TrainingStep`."""
         if is_guarded:  # a layerwise step that was made with on_nan="skip" skips in any case
             self._step = dataclasses.replace(self._step, on_nan="skip")
 
@@ -407,7 +397,6 @@ class Pytree:
         self._static = split_static(model)[1]
 
     def rebuild(self, *parts: Tree) -> Tree:
-        """Rebuild the model from trees of its arrays."""
         return combine(*parts, self._static)
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
@@ -448,7 +437,7 @@ def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
     except (TypeError, ValueError):  # a builtin
         return {}
     bound: set[str] = set(fn.keywords) if isinstance(fn, functools.partial) else set()
-    return {name: values[name] for name in _KEYWORDS if name in {*parameters} - bound and name in values}
+    return {name: value for name, value in values.items() if name in {*parameters} - bound}
 
 
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
@@ -514,9 +503,16 @@ class _Precision:
 
     def __init__(self, compute_dtype: Any, source: Any, mutable: Selector | None) -> None:
         self._source, self._mutable = source, mutable
-        self._dtype = None if compute_dtype is None else _check_dtype(compute_dtype)
+        self._dtype: Any = None
         self._autocast: Any = None
-        if self._dtype is not None and hasattr(source, "autocast"):
+        if compute_dtype is None:
+            return
+        with contextlib.suppress(TypeError):  # not a dtype
+            self._dtype = jnp.dtype(compute_dtype)
+        if self._dtype != jnp.bfloat16:
+            hint = "bfloat16 needs no loss scaling"
+            raise ConfigError(f'compute_dtype must be "bfloat16" or None, not {compute_dtype!r}', hint=hint)
+        if hasattr(source, "autocast"):
             self._autocast = functools.partial(source.autocast, self._dtype.name)
             with self._autocast():  # raises now rather than in the first step
                 pass
@@ -557,14 +553,3 @@ def _bits(leaf: Any) -> int:
     """Return the bits of a floating-point array's dtype; 0 for any other leaf."""
     dtype = getattr(leaf, "dtype", None)
     return jnp.finfo(dtype).bits if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else 0
-
-
-def _check_dtype(compute_dtype: Any) -> Any:
-    try:
-        dtype = jnp.dtype(compute_dtype)
-    except TypeError:
-        dtype = None
-    if dtype != jnp.bfloat16:
-        hint = "bfloat16 needs no loss scaling"
-        raise ConfigError(f'compute_dtype must be "bfloat16" or None, not {compute_dtype!r}', hint=hint)
-    return dtype

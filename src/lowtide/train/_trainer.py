@@ -42,11 +42,11 @@ from ..memory import MemoryReport, Target
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule, StageReport
 from ._callbacks import Callback, Listeners, as_callbacks
-from ._compilation import CompiledStep, parse_budget
+from ._compilation import CompiledStep
 from ._data import IN_ORDER, DataCursor, StepData
 from ._evaluation import Evaluation, join
 from ._events import Event, Record
-from ._loop import FitOptions, Run, Session, refuse_unknown
+from ._loop import FitOptions, Run, Session
 from ._nan_policy import NonFinitePolicy, OnNan
 from ._pipeline_step import PipelineStep, make_pipeline
 from ._state import TrainStateStore
@@ -199,7 +199,7 @@ class Trainer:
         on_change = None if self.checkpoints is None else self.checkpoints.changed
         self._store = store = TrainStateStore(model, step, state, frozen, sharding, on_change=on_change)
         self._snapshots = Snapshots(store, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
-        self._compiled = CompiledStep(step, store, sharding, self.processes, num_microbatches, parse_budget(budget))
+        self._compiled = CompiledStep(step, store, sharding, self.processes, num_microbatches, budget)
         self._evaluation = Evaluation(step, weight, seed, store, self._compiled, self.processes, sharding, model)
         self._session: Session | None = None  # the running `fit`, or briefly one that has just ended
         self._last_cursor: DataCursor | None = None  # data of the last `fit`, for another `fit` with the same iterator
@@ -471,7 +471,9 @@ class Trainer:
             >>> trainer.step, float(trainer.model["w"])
             (3, 1.0)
         """
-        refuse_unknown(options)
+        if unknown := sorted(options.keys() - FitOptions.__annotations__.keys()):
+            names = ", ".join(FitOptions.__annotations__)
+            raise TypeError(f"Trainer.session got {', '.join(unknown)}\nhint: like fit, it takes {names}")
         eval_data, checkpoint_every = options.get("eval_data"), options.get("checkpoint_every")
         with self.processes.watched():  # if this process raises, the others do not wait for it
             if checkpoint_every is not None:
@@ -706,13 +708,12 @@ def _choose_step(
     defaults: Any = model if isinstance(model, ModelObject) else Pytree
     selected_wrt = defaults.wrt if wrt is None else wrt
     selected_mutable = defaults.mutable if mutable is None else mutable
-    arguments = (model, loss_fn, tx, selected_wrt, num_microbatches, weight)
-    sharding_kwargs: dict[str, Any] = {}
+    options: dict[str, Any] = {"mutable": selected_mutable, "seed": seed, "compute_dtype": compute_dtype}
     if sharding is not None:
         # With an abstract mesh, the program runs on the devices of its arguments, and compiles for any target.
         mesh: Any = sharding.mesh.abstract_mesh
-        sharding_kwargs = {"shard": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
-    step = WholeStep(*arguments, mutable=selected_mutable, seed=seed, compute_dtype=compute_dtype, **sharding_kwargs)
+        options |= {"shard": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
+    step = WholeStep(model, loss_fn, tx, selected_wrt, num_microbatches, weight, **options)
     return step, weight, sharding, num_microbatches
 
 
@@ -754,9 +755,8 @@ def _check_arguments(
     if not callable(loss_fn) and pipeline is None:
         hint = 'the bridge of a Keras model makes one: bridge.loss("mse"); None is valid only with pipeline='
         raise ConfigError(f"loss_fn must be a function loss_fn(model, batch), not {shown(loss_fn)}", hint=hint)
-    if (
-        callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject)
-    ):  # the loss of an Equinox bridge takes the module's state as one more argument
+    # The loss of an Equinox bridge takes the module's state as one more argument.
+    if callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject):
         _check_signature(loss_fn)
     check_integer("num_microbatches", num_microbatches, hint="1 means no accumulation")
     check_integer("seed", seed, -(2**31), 2**32 - 1)

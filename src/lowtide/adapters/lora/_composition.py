@@ -93,6 +93,7 @@ def attach(base: Tree, adapter: Tree) -> Tree:
         raise StructureError("the adapter does not belong to this base", got=difference, hint=hint) from error
     if not any(is_adapter(node) for node in nodes):
         raise StructureError("the tree has no adapter", hint="pass the first result of lt.lora.split")
+    attached: list[Any] = []
     for site, node in zip(base_sites, nodes, strict=True):
         shape = tuple(getattr(site.weight, "shape", ()))
         if node is not None and not (is_adapter(node) and _fits(node, shape)):
@@ -103,10 +104,8 @@ def attach(base: Tree, adapter: Tree) -> Tree:
             message = f"{site.path}: the adapter of a kernel or an embedding needs its weight as an array"
             hint = "do not quantise this weight, or call lt.dequantize first"
             raise StructureError(f"{message}, not a {type(site.node).__name__}", hint=hint)
-    pairs = zip(base_sites, nodes, strict=True)
-    return treedef.unflatten(
-        [site.node if node is None else dataclasses.replace(node, weight=site.node) for site, node in pairs]
-    )
+        attached.append(site.node if node is None else dataclasses.replace(node, weight=site.node))
+    return treedef.unflatten(attached)
 
 
 def unmerge(model: Tree, adapter: Tree) -> Tree:
@@ -214,18 +213,17 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
             return base
         for node, _ in terms:
             check_complete(path, node, node.REQUIRED_LEAVES[1:])
-        kernels = [(node, scale) for node, scale in terms if isinstance(node, LoRAKernel)]
-        if kernels and len(kernels) == len(terms):
-            return _combine_kernels(path, kernels)
-        saved_nodes = [(node, scale) for node, scale in terms if isinstance(node, SavedWeight)]
-        if saved_nodes and len(saved_nodes) == len(terms):
-            if [scale for _, scale in saved_nodes] == [1.0]:
-                return make_saved(base, saved_nodes[0][0].lora_saved)
+        types = {type(node) for node, _ in terms}
+        if types == {LoRAKernel}:
+            return _combine_kernels(path, terms)
+        if types == {SavedWeight}:
+            if [scale for _, scale in terms] == [1.0]:
+                return make_saved(base, terms[0][0].lora_saved)
             # The weighted sum of the changes, as for factors: a copy is not a correction, its difference from the base
             # is.
             values = jnp.asarray(base, jnp.float32)
-            return make_saved(base, values + sum(scale * (node.lora_saved - values) for node, scale in saved_nodes))
-        if kernels or saved_nodes:
+            return make_saved(base, values + sum(scale * (node.lora_saved - values) for node, scale in terms))
+        if types & {LoRAKernel, SavedWeight}:
             kinds = " and ".join(sorted({node.kind for node, _ in terms}))
             hint = "create them with the same fn and configuration, or merge them one by one with lt.lora.merge"
             raise StructureError(f"{path}: adapters of different kinds cannot be added: {kinds}", hint=hint)
@@ -275,7 +273,6 @@ def _check_base(path: str, base: Any, next_base: Any, *, is_adapted: bool) -> No
 
 
 def _describe(leaf: Any) -> str:
-    """Describe a leaf in a weight's place, for messages."""
     if not hasattr(leaf, "shape"):
         return f"a {type(leaf).__name__}"
     array = f"{leaf.dtype}{list(leaf.shape)}"
@@ -320,7 +317,6 @@ def _combine_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> Lo
 
 
 def _scaled_factors(path: str, node: Any) -> tuple[Any, Any]:
-    """Return A and B, with all scales of their product included."""
     factors = node.scaled_factors()
     if factors is None:
         message = f"{path}: an adapter of the kind {node.kind} is not a sum of a weight and a correction"

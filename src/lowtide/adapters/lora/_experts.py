@@ -44,8 +44,8 @@ def check_experts(site: Site, config: AnyConfig) -> None:
 def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: int, num_expected: int) -> None:
     """Check that a file's adapters of experts are LoRA of all experts of all layers, on weights that take adapters."""
     kind = config.kind.peft_type if not config.is_lora else "DoRA" if config.dora else "LoRA"
-    if config.file.init_lora_weights in WEIGHT_INITS:
-        kind = str(config.file.init_lora_weights)
+    if (weight_init := getattr(config.file, "init_lora_weights", None)) in WEIGHT_INITS:  # of LoRA alone
+        kind = str(weight_init)
     if kind != "LoRA" or num_adapted != num_expected or isinstance(site.weight, LinearWeight):
         message = f"{path}: {site.path} supports only LoRA of all {num_expected} experts, on unquantised weights"
         actual = f"{kind} of {num_adapted}, on a {type(site.weight).__name__}"
@@ -85,7 +85,6 @@ class Parameter:
 
     @property
     def names(self) -> list[str]:
-        """Its names, one per layer."""
         return [self.name.replace(LAYER, str(layer)) for layer in range(self.sites[0].weight.shape[0])]
 
     @property
@@ -99,12 +98,10 @@ class Parameter:
 def expert_parameters(model: Tree) -> list[Parameter]:
     """List the experts that are one parameter elsewhere, from the model's ``expert_parameters``, in its order."""
     module_lists: Mapping[str, Sequence[str]] = getattr(model, "expert_parameters", {})
-    if not module_lists:
-        return []
     by_module = {site.module: site for site in sites(model) if site.is_experts}
     parameters: list[Parameter] = []
     for name, modules in module_lists.items():
-        if all(module in by_module for module in modules):
+        if by_module.keys() >= {*modules}:
             parameter_sites = tuple(by_module[module] for module in modules)
             has_modules = EXPERT in (external_name(model, parameter_sites[0]) or "")
             parameters.append(Parameter(name=name, sites=parameter_sites, is_transposed=not has_modules))
@@ -125,11 +122,9 @@ def written_parameters(model: Tree) -> list[Parameter]:
     return _set_wrappers([item for item in expert_parameters(model) if item.is_transposed and is_adapted(item)])
 
 
-def parameter_entries(
-    model: Tree, kind: AdapterKind
-) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray], set[int]]:
+def parameter_entries(model: Tree, kind: AdapterKind) -> tuple[dict[str, Any], dict[str, np.ndarray], set[int]]:
     """Return configuration entries, tensors and site indices of experts that are written as one parameter."""
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, Any] = {}
     tensors: dict[str, np.ndarray] = {}
     indices: set[int] = set()
     for parameter in written_parameters(model):
@@ -166,10 +161,7 @@ def parameter_patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict
         if (rank, alpha) != (config["r"] * num_weights, config["lora_alpha"] * num_weights):
             entry = ".".join(parameter.name.split(".")[-2:])
             ranks[entry], alphas[entry] = rank, alpha
-    return {
-        "rank_pattern": {**ranks, **config["rank_pattern"]},
-        "alpha_pattern": {**alphas, **config["alpha_pattern"]},
-    }
+    return {"rank_pattern": ranks | config["rank_pattern"], "alpha_pattern": alphas | config["alpha_pattern"]}
 
 
 def check_scales(parameter: Parameter) -> None:
@@ -189,19 +181,15 @@ def is_adapted(parameter: Parameter) -> bool:
 
 def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
     """Return the parameters that a directory adapts: in all layers, with experts that do not also train as a whole."""
-    entries = config.target_parameters
-    if not entries:
-        return []
+    entries: Sequence[str] = config.file.target_parameters or () if config.is_lora else ()
     parameters = expert_parameters(model)
     all_names = [name for parameter in parameters for name in parameter.names]
     option = f"{config.source}: option 'target_parameters'"
     for entry in entries:
         if not any(config.matcher.selects([entry], name) for name in all_names):
             message = f"{option} names {shown(entry)}, which is not an expert parameter"
-            expected = (
-                shortened(", ".join(parameter.name for parameter in parameters))
-                or "none: this model has no experts in one parameter"
-            )
+            known = shortened(", ".join(parameter.name for parameter in parameters))
+            expected = known or "none: this model has no experts in one parameter"
             hint = f"{MODEL_HINT}; merge adapters of other parameters, such as routers, with PEFT"
             raise ModelFileError(message, expected=expected, hint=hint)
     chosen: list[Parameter] = []

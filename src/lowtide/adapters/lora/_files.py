@@ -216,12 +216,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
 
     folder = Path(directory)
     config = read_config(folder)
-    path = input_file(
-        folder,
-        WEIGHTS_FILE,
-        expected=f"{CONFIG_FILE} and {WEIGHTS_FILE} in one directory",
-        hint="save the adapter with safe_serialization=True (PEFT's default) or with lt.lora.save",
-    )
+    expected_files = f"{CONFIG_FILE} and {WEIGHTS_FILE} in one directory"
+    hint = "save the adapter with safe_serialization=True (PEFT's default) or with lt.lora.save"
+    path = input_file(folder, WEIGHTS_FILE, expected=expected_files, hint=hint)
     by_index = {site.index: site for site in sites(model)}
     base = model
     try:
@@ -308,8 +305,7 @@ def check_names(model: Tree) -> None:
     parameter_indices = {site.index for parameter in written_parameters(model) for site in parameter.sites}
     for site in adapted:
         if site.index not in parameter_indices:
-            is_kernel = isinstance(site.node, LoRAKernel)
-            names |= {kernel_name(model, site)} if is_kernel else {*layer_names(model, site)}
+            names |= {kernel_name(model, site)} if isinstance(site.node, LoRAKernel) else {*layer_names(model, site)}
     if adapted:
         select_saved(model, adapter_modules(model, names, {site.index for site in adapted}), common_kind(adapted))
 
@@ -367,9 +363,6 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
         )
 
 
-# Embeddings.
-
-
 def _check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftConfig) -> None:
     """Check that embeddings have their own arrays, and that a file's adapters of them are LoRA that began at random."""
     for site in tables:
@@ -413,9 +406,8 @@ def _check_base(file: TensorFile, site: Site, key: str) -> None:
     """
     shape, weight = tuple(site.weight.shape), site.weight
     file.check(key, shape)
-    if isinstance(weight, jax.core.Tracer) or not isinstance(weight, (jax.Array, np.ndarray)):
-        return
-    if isinstance(weight, jax.Array) and not weight.is_fully_addressable:
+    is_array = isinstance(weight, (jax.Array, np.ndarray)) and not isinstance(weight, jax.core.Tracer)
+    if not is_array or not getattr(weight, "is_fully_addressable", True):
         return
     tensor = file.handle.get_slice(key)
     # Some rows at a time, because an embedding may be large.
@@ -445,11 +437,9 @@ def _resize_vocabulary(model: Tree, tables: Mapping[int, Any], by_index: Mapping
 
 def _check_same_adapters(existing: Sequence[Site], nodes: Mapping[int, Any]) -> None:
     """Check that the model's own adapters are replaced by ones of the same kinds and ranks at the same places."""
-    if not existing:
-        return
     expected = {site.index: site.node.summary for site in existing}
     loaded = {index: node.summary for index, node in nodes.items()}
-    if expected != loaded:
+    if existing and expected != loaded:
         message = f"{existing[0].path}: the adapters of the model differ from those of the directory"
         counts = [dict(Counter(summaries.values())) for summaries in (expected, loaded)]
         difference = f"{counts[0]} in the model, {counts[1]} in the directory (adapter: number of weights)"

@@ -7,7 +7,6 @@ Source: Liu et al., "Few-Shot Parameter-Efficient Fine-Tuning is Better and Chea
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -48,16 +47,11 @@ class IA3Config:
     """Patterns, as in `Config.modules_to_save`."""
 
     def __post_init__(self) -> None:
-        """Check the fields, and turn lists into tuples."""
-        normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
+        normalize_fields(self)
         object.__setattr__(self, "feedforward", to_patterns("feedforward", self.feedforward, may_be_empty=True))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weight", "lora_scale", "layer_scale"],
-    meta_fields=["feedforward"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IA3Weight(ScaledWeight, AdapterWeight):
     """A weight whose outputs, or inputs, are scaled by a trainable vector.
@@ -79,7 +73,7 @@ class IA3Weight(ScaledWeight, AdapterWeight):
     layer_scale: Any = None
     """In a stack, 1 for layers with an adapter and 0 for those without, [L], which does not train. None: all have
     one."""
-    feedforward: bool = False
+    feedforward: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether inputs are scaled instead of outputs (static)."""
 
     __array_ufunc__ = None
@@ -151,10 +145,8 @@ class _IA3(AdapterKind):
     def init(
         self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
     ) -> dict[int, Any]:
-        names = [name for site in chosen for name in site.names]
-        feedforward_names: set[str] = set()
-        if config.feedforward != ():
-            feedforward_names = set(match_field("feedforward", names, config.feedforward))
+        names = [name for site in chosen for name in site.names] if config.feedforward != () else []
+        feedforward_names = set(match_field("feedforward", names, config.feedforward)) if names else set[str]()
         paths = {site.path for site in sites(model)}
         nodes: dict[int, Any] = {}
         for site in chosen:

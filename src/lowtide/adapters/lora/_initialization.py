@@ -105,8 +105,7 @@ def eva(
     added = add(model, config, key=key)
     chosen = _added_sites(model, added)
     check_eva(model, added)
-    batch_list = list(batches)
-    if not batch_list:
+    if not (batch_list := list(batches)):
         raise ConfigError("batches is empty", hint="pass training batches")
     arrays, static = partition(model, lambda _, leaf: is_array_like(leaf))
 
@@ -119,18 +118,22 @@ def eva(
 
     gradients = jax.jit(value_and_grad(sketch_loss))
     seeds = {site.index: _draw_seed(site, key) for site in chosen}
-    zeros = jax.tree.map(jnp.zeros_like, seeds)
-    sketches = zeros
+    sketches = zeros = jax.tree.map(jnp.zeros_like, seeds)
     for pass_index in range(num_passes):
         if pass_index:
             # One step of subspace iteration: an orthonormal basis of XᵀX Ω is closer to the first eigenvectors than Ω.
-            seeds = jax.tree.map(_orthonormal, sketches)
+            seeds = {index: jnp.linalg.qr(sketch)[0] for index, sketch in sketches.items()}
         sketches = zeros
         for batch in batch_list:
             sketches = jax.tree.map(jnp.add, sketches, gradients(zeros, seeds, arrays, batch)[1])
         for site in chosen:
             _check_sketch(site, sketches[site.index])
-    nodes = {site.index: _init_from_sketch(site.node, seeds[site.index], sketches[site.index]) for site in chosen}
+    nodes: dict[int, Any] = {}
+    for site in chosen:
+        lora_a = _first_vectors(seeds[site.index], sketches[site.index], site.node.rank)
+        if site.node.layer_scale is not None:
+            lora_a = lora_a * site.node.layer_scale[:, None, None]
+        nodes[site.index] = shard_adapter(dataclasses.replace(site.node, lora_a=lora_a))
     return replace(added, nodes)
 
 
@@ -160,7 +163,7 @@ def _added_sites(model: Tree, added: Tree) -> list[Site]:
     return [site for site in adapted_sites(added) if site.index not in previous and isinstance(site.node, LoRAWeight)]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seed", "sketch"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _SketchedWeight(ScaledWeight):
     """A weight that records its inputs X: the gradient of its sketch is XᵀX times the seed."""
@@ -174,7 +177,6 @@ class _SketchedWeight(ScaledWeight):
     __array_ufunc__ = None
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """Compute x Wᵀ."""
         return linear(_record_inputs(x, self.seed, self.sketch), self.weight)
 
     def __rmatmul__(self, x: Array) -> Array:
@@ -197,8 +199,7 @@ def _record_inputs_bwd(residuals: tuple[Array, Array], cotangent: Array) -> tupl
     # Rows without a cotangent, such as padding, do not affect the loss.
     has_cotangent = jnp.any(cotangent != 0, axis=-1, keepdims=True)
     rows = jnp.where(has_cotangent, x.astype(jnp.float32), 0).reshape(-1, x.shape[-1])
-    product = _matmul(rows.T, _matmul(rows, seed))
-    return cotangent, jnp.zeros_like(seed), product
+    return cotangent, jnp.zeros_like(seed), _matmul(rows.T, _matmul(rows, seed))
 
 
 _record_inputs.defvjp(_record_inputs_fwd, _record_inputs_bwd)
@@ -212,11 +213,7 @@ def _draw_seed(site: Site, key: Array) -> Float[Array, "*L in k"]:
     """Draw Ω with orthonormal columns; where it is square, any basis gives the exact result."""
     *layers, _, inner = site.weight.shape
     width = min(inner, 2 * site.node.rank + _OVERSAMPLING)
-    return _orthonormal(jax.random.normal(site.random_key(key), (*layers, inner, width), jnp.float32))
-
-
-def _orthonormal(matrix: Float[Array, "*L in k"]) -> Float[Array, "*L in k"]:
-    return jnp.linalg.qr(matrix)[0]
+    return jnp.linalg.qr(jax.random.normal(site.random_key(key), (*layers, inner, width), jnp.float32))[0]
 
 
 def _check_sketch(site: Site, sketch: Array) -> None:
@@ -227,13 +224,6 @@ def _check_sketch(site: Site, sketch: Array) -> None:
     if not (has_inputs if scale is None else has_inputs | (scale == 0)).all():
         message = f"{site.path}: the loss of these batches does not depend on the inputs of this weight"
         raise StructureError(message, hint="leave it out of the targets, or pass batches that use it")
-
-
-def _init_from_sketch(node: LoRAWeight, seed: Array, sketch: Array) -> LoRAWeight:
-    lora_a = _first_vectors(seed, sketch, node.rank)
-    if node.layer_scale is not None:
-        lora_a = lora_a * node.layer_scale[:, None, None]
-    return shard_adapter(dataclasses.replace(node, lora_a=lora_a))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -248,9 +238,6 @@ def _first_vectors(seed: Float[Array, "*L in k"], sketch: Float[Array, "*L in k"
     scale = jnp.where(values > threshold, jnp.abs(values) ** -0.5, 0)
     singular_vectors, _, _ = jnp.linalg.svd(_matmul(sketch, vectors * scale[..., None, :]), full_matrices=False)
     return singular_vectors[..., :rank].mT
-
-
-# LoftQ: quantise weights, and start adapters from the quantisation error.
 
 
 def loftq(

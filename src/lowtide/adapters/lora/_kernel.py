@@ -41,11 +41,7 @@ KERNELS = "lowtide_kernels"
 # Source: Hu et al. (arXiv:2106.09685), section 4.1, for matrices; for convolutions PEFT's `lora.Conv2d`.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weight", "lora_a", "lora_b"],
-    meta_fields=["alpha", "num_rows", "num_columns"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoRAKernel(AdapterWeight):
     """A weight of two groups of axes with a low-rank adapter; a pytree node for `lowtide.adapted`.
@@ -68,11 +64,11 @@ class LoRAKernel(AdapterWeight):
     """The factor A, [*stack, r, *n], float32."""
     lora_b: Any
     """The factor B, [*stack, *m, r], float32."""
-    alpha: float
+    alpha: float = dataclasses.field(metadata={"static": True})
     """Numerator of the scale of the correction (static)."""
-    num_rows: int
+    num_rows: int = dataclasses.field(metadata={"static": True})
     """Number of axes of m (static)."""
-    num_columns: int
+    num_columns: int = dataclasses.field(metadata={"static": True})
     """Number of axes of n (static)."""
 
     @property
@@ -92,28 +88,23 @@ class LoRAKernel(AdapterWeight):
 
     def transposed(self, order: tuple[int, ...]) -> LoRAKernel | None:
         """Transpose the weight; return None where the order mixes its groups of axes, or its stack with them."""
-        num_stack = self.num_stacked
+        num_stack, rows_end = self.num_stacked, self.num_stacked + self.num_rows
         stack, kernel_order = order[:num_stack], order[num_stack:]
-        rows = range(num_stack, num_stack + self.num_rows)
-        is_swapped = kernel_order[0] not in rows
+        is_swapped = kernel_order[0] >= rows_end
         split = self.num_columns if is_swapped else self.num_rows
         first, second = kernel_order[:split], kernel_order[split:]
-        groups = (sorted(first), sorted(second))
-        own_groups = ([*rows], [*range(rows.stop, self.ndim)])
-        if stack != tuple(range(num_stack)) or groups != (own_groups[::-1] if is_swapped else own_groups):
-            return None
         row_axes, column_axes = (second, first) if is_swapped else (first, second)
+        if stack != tuple(range(num_stack)) or sorted(row_axes) != [*range(num_stack, rows_end)]:
+            return None
         # Axes of the factors: B [*stack, *m, r], A [*stack, r, *n]. If the groups swap, Aᵀ is the new B and Bᵀ the new
         # A.
-        axis_b, axis_a = num_stack + self.num_rows, num_stack
-        b_axes, a_axes = row_axes, tuple(axis - self.num_rows + 1 for axis in column_axes)
-        weight = self.weight.transpose(order)
+        weight, a_axes = self.weight.transpose(order), tuple(axis - self.num_rows + 1 for axis in column_axes)
         if is_swapped:
-            new_b = self.lora_a.transpose((*stack, *a_axes, axis_a))
-            new_a = self.lora_b.transpose((*stack, axis_b, *b_axes))
+            new_b = self.lora_a.transpose((*stack, *a_axes, num_stack))
+            new_a = self.lora_b.transpose((*stack, rows_end, *row_axes))
             return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_columns, self.num_rows)
-        new_a = self.lora_a.transpose((*stack, axis_a, *a_axes))
-        new_b = self.lora_b.transpose((*stack, *b_axes, axis_b))
+        new_a = self.lora_a.transpose((*stack, num_stack, *a_axes))
+        new_b = self.lora_b.transpose((*stack, *row_axes, rows_end))
         return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_rows, self.num_columns)
 
     def through(self, run: Callable[[Any], Any], *, over_rows: bool, at: int, dtype: Any) -> Any:
@@ -139,8 +130,8 @@ class LoRAKernel(AdapterWeight):
         factor = second.astype(dtype) if over_rows else jnp.moveaxis(second.astype(dtype), -1, 0)
         num_free = factor.ndim - 1
         delta = jnp.tensordot(low_rank, factor, 1)
-        free_axes = range(delta.ndim - num_free, delta.ndim)
-        return run(self.weight.astype(dtype)) + jnp.moveaxis(delta, tuple(free_axes), tuple(range(at, at + num_free)))
+        delta = jnp.moveaxis(delta, tuple(range(-num_free, 0)), tuple(range(at, at + num_free)))
+        return run(self.weight.astype(dtype)) + delta
 
     def inverted(self) -> LoRAKernel:
         """Return the adapter whose merge undoes that of this one."""
@@ -211,13 +202,11 @@ def kernel_name(model: Tree, site: Site) -> str:
 
 
 def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
-    """Return the tensors of a kernel's adapter, by the file's names."""
     node = site.node
     check_values(site.path, [node.lora_a])
     shapes = _tensor_shapes(tuple(node.shape), node.rank, node.num_rows, node.num_columns)
-    keys = tensor_keys(name, LORA_TENSORS)
     tensors = {leaf: np.asarray(getattr(node, leaf), np.float32).reshape(shapes[leaf]) for leaf in shapes}
-    return {keys[leaf]: np.ascontiguousarray(values) for leaf, values in tensors.items()}
+    return {key: np.ascontiguousarray(tensors[leaf]) for leaf, key in tensor_keys(name, LORA_TENSORS).items()}
 
 
 def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
@@ -244,13 +233,11 @@ def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int
 
 
 def read_kernel(file: TensorFile, site: Site, kernel: tuple[str, int, int], config: PeftConfig) -> LoRAKernel:
-    """Read the node of a kernel that `adapted_kernels` found."""
     name, num_rows, num_columns = kernel
     check_array(file.path, site, "has a kernel adapter")
     shape, rank = tuple(site.weight.shape), config.rank_of(name)
     shapes = _tensor_shapes(shape, rank, num_rows, num_columns)
-    keys = tensor_keys(name, LORA_TENSORS)
-    tensors = {leaf: file.read(keys[leaf], shapes[leaf]) for leaf in shapes}
+    tensors = {leaf: file.read(key, shapes[leaf]) for leaf, key in tensor_keys(name, LORA_TENSORS).items()}
     _, shape_b = _factor_shapes(shape, rank, num_rows, num_columns)
     lora_a, lora_b = jnp.asarray(tensors["lora_a"]), jnp.asarray(tensors["lora_b"].reshape(shape_b))
     alpha = config.alpha_of(name) * (rank**0.5 if config.file.use_rslora else 1)

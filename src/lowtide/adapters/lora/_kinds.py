@@ -42,14 +42,12 @@ _SUPPORTED_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *WEIGHT_
 
 
 def kind_of_config(config: AnyConfig) -> AdapterKind:
-    """Return the kind that a configuration is of."""
     types, hint = tuple(kind.config_type for kind in KINDS), "pass for instance lt.lora.Config(rank=16)"
     check_type("config", config, types, "a Config, IA3Config or VeRAConfig", hint=hint)
     return next(kind for kind in KINDS if isinstance(config, kind.config_type))
 
 
 def common_kind(adapted: Sequence[Site]) -> AdapterKind:
-    """Return the kind that all adapters have."""
     kinds = {(site.node.PEFT_TYPE, getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
     if len(kinds) > 1:
         message = "the model has adapters of several kinds, but a PEFT directory stores one kind"
@@ -60,33 +58,23 @@ def common_kind(adapted: Sequence[Site]) -> AdapterKind:
 
 def read_config(directory: Path) -> PeftConfig:
     """Read and check `adapter_config.json`; an unsupported option that would change the result is an error."""
-    path = input_file(
-        directory,
-        CONFIG_FILE,
-        expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
-        hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
-    )
+    expected = f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}"
+    hint = "give the directory that PEFT's save_pretrained or lt.lora.save wrote"
+    path = input_file(directory, CONFIG_FILE, expected=expected, hint=hint)
     raw = parse_json(read_input(path, most_bytes=_MAX_CONFIG_BYTES), str(path))
     kind, schema = _refuse_unsupported(path, raw)
-    file: Any = validate(
-        schema,
-        raw,
-        f"{path}: not a {kind.name} configuration",
-        hint="write it again with PEFT or with lt.lora.save",
-    )
+    hint = "write it again with PEFT or with lt.lora.save"
+    file: Any = validate(schema, raw, f"{path}: not a {kind.name} configuration", hint=hint)
     config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), source=str(path))
     # An invalid regular expression is an error, whether or not a module is matched against it.
     texts = [text for text in (file.target_modules, file.exclude_modules) if isinstance(text, str)]
     for pattern in (*texts, *kind.patterns(file)):
         config.matcher.matches(pattern, "")
     kind.check_file(path, file)
-    option = kind.dropout_option
-    if option is not None and (rate := getattr(file, option)):
-        warnings.warn(
-            f"{path}: {option} {rate} is not applied; results match PEFT's eval mode, and training uses no dropout "
-            f"unless lowtide finetune has --lora-dropout {rate}, or your loss function calls lt.lora.dropout",
-            stacklevel=3,
-        )
+    if (option := kind.dropout_option) is not None and (rate := getattr(file, option)):
+        note = f"{path}: {option} {rate} is not applied; results match PEFT's eval mode, and training uses no dropout "
+        note += f"unless lowtide finetune has --lora-dropout {rate}, or your loss function calls lt.lora.dropout"
+        warnings.warn(note, stacklevel=3)
     return config
 
 

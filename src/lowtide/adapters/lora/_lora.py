@@ -41,7 +41,6 @@ from ...core import (
     linear,
     map_with_paths,
     match_names,
-    match_path,
     rows,
     shown,
     transposed_product,
@@ -125,10 +124,9 @@ class Config:
     product from the correction: nothing changes at first, the weight itself stays, and files have twice the rank."""
 
     def __post_init__(self) -> None:
-        """Check the fields, and turn lists and mappings into tuples."""
         check_rank(self.rank, "rank")
         _check_alpha(self.alpha, "alpha")
-        normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
+        normalize_fields(self)
         check_choice("bias", self.bias, BIASES)
         if self.bias == "lora_only" and self.layers is not None:
             message = 'bias = "lora_only" contradicts layers: the biases of a stack train together'
@@ -174,11 +172,7 @@ def _check_alpha(alpha: Any, name: str) -> None:
 # computes them again, which reads W a second time.
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weight", "lora_a", "lora_b", "lora_magnitude", "layer_scale", "dropout_key", "start_a", "start_b"],
-    meta_fields=["alpha", "rslora", "dropout"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoRAWeight(AdapterWeight):
     """A weight with a low-rank adapter; a pytree node that multiplies like the weight it replaced.
@@ -213,7 +207,7 @@ class LoRAWeight(AdapterWeight):
     """The factor A that reads the input, [r, in] or [L, r, in], float32."""
     lora_b: Any
     """The factor B that writes the output, [out, r] or [L, out, r], float32."""
-    alpha: float
+    alpha: float = dataclasses.field(metadata={"static": True})
     """Numerator of the scale of the correction (static)."""
     lora_magnitude: Any = None
     """DoRA's norm of each row of W + BA, [out] or [L, out], float32; None for plain LoRA."""
@@ -226,9 +220,9 @@ class LoRAWeight(AdapterWeight):
     """The first A of an adapter that began as a part of the weight, which does not train; None for others."""
     start_b: Any = None
     """Likewise B. The correction is then B A minus the product of the two first factors."""
-    rslora: bool = False
+    rslora: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether the scale is ``alpha / sqrt(rank)`` (static)."""
-    dropout: float = 0.0
+    dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
     """Fraction of the correction's inputs that is set to zero (static)."""
 
     __array_ufunc__ = None  # so that a NumPy array leaves a product to this class
@@ -300,8 +294,7 @@ class LoRAWeight(AdapterWeight):
     def inverted(self) -> LoRAWeight:
         """Return the adapter whose merge undoes that of this one, without a magnitude."""
         # The correction is linear in B, and with first factors it is B A minus their product, so both B are negated.
-        start_b = None if self.start_b is None else -self.start_b
-        return dataclasses.replace(self, lora_b=-self.lora_b, start_b=start_b)
+        return dataclasses.replace(self, lora_b=-self.lora_b, start_b=None if self.start_b is None else -self.start_b)
 
     def _compute_correction(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
         low_rank = checkpoint_name(linear(x, lora_a), f"{INTERNAL_PREFIX}lora_low")
@@ -381,8 +374,7 @@ class LoRAWeight(AdapterWeight):
 
     def _divide_by_norm(self, squares: Float[Array, " out"]) -> Float[Array, " out"]:
         # A row of zeros has no direction to scale. Its norm counts as 1, so the result is zero and not NaN.
-        norms = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
-        scale = self.lora_magnitude.astype(jnp.float32) / norms
+        scale = self.lora_magnitude.astype(jnp.float32) / jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
         return scale if self.layer_scale is None else jnp.where(self.layer_scale != 0, scale, 1.0)
 
     def folded(self) -> Float[Array, "out in"]:
@@ -483,39 +475,30 @@ def plus(ratio: float) -> optax.GradientTransformation:
     import optax
 
     check_number("ratio", ratio, above=0, hint="the authors of LoRA+ advise about 16")
-    factor = float(ratio)
+
+    def is_factor_b(path: str) -> bool:
+        return path.rpartition("/")[2] == "lora_b"
 
     def init(params: Tree) -> optax.EmptyState:
-        if not any(_is_factor_b(path) for path, _ in leaves_with_paths(params)):
+        if not any(is_factor_b(path) for path, _ in leaves_with_paths(params)):
             hint = 'select adapters of LoRA or DoRA with wrt="**/lora_*", or leave lt.lora.plus out'
             raise SelectionError("LoRA+: the trainable leaves have no factor B", hint=hint)
         return optax.EmptyState()
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        return map_with_paths(lambda path, leaf: leaf * factor if _is_factor_b(path) else leaf, updates), state
+        return map_with_paths(lambda path, leaf: leaf * float(ratio) if is_factor_b(path) else leaf, updates), state
 
     return optax.GradientTransformation(init, update)
 
-
-def _is_factor_b(path: str) -> bool:
-    return path.rpartition("/")[2] == "lora_b"
-
-
-# Initial values, which leave the outputs of the model unchanged.
 
 _squared_row_norms = jax.jit(squared_row_norms)
 
 
 def _values_by_site(chosen: Sequence[Site], pairs: Any, default: Any) -> dict[int, Any]:
     """Return the value of the first glob that matches each site, and raise for a glob that matches none."""
-    for pattern, _ in pairs:
-        match_names([name for site in chosen for name in site.names], pattern)
-    return {
-        site.index: next(
-            (value for pattern, value in pairs if any(match_path(name, pattern) for name in site.names)), default
-        )
-        for site in chosen
-    }
+    names = [name for site in chosen for name in site.names]
+    matches = [({*match_names(names, pattern)}, value) for pattern, value in pairs]
+    return {site.index: next((value for hits, value in matches if hits & {*site.names}), default) for site in chosen}
 
 
 def _init_matrix(
@@ -541,8 +524,8 @@ def _init_factors(site: Site, config: Config, rank: int, alpha: float, key: Any,
     """Make A and B for an `init` in which neither begins as zero; in layers without an adapter both are zero."""
     *layers, out, inner = site.weight.shape
     if isinstance(jax.tree.leaves(site.weight)[0], jax.ShapeDtypeStruct):
-        shapes = ((*layers, rank, inner), (*layers, out, rank))
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)  # pyright: ignore[reportReturnType]
+        shape_a, shape_b = (*layers, rank, inner), (*layers, out, rank)
+        return jax.ShapeDtypeStruct(shape_a, jnp.float32), jax.ShapeDtypeStruct(shape_b, jnp.float32)
     if config.init == "orthogonal":
         factors = _orthogonal_factors(site.random_key(key), tuple(layers), out, inner, rank)
     else:
@@ -604,9 +587,6 @@ def _olora(matrix: Float[Array, "out in"], rank: int, scaling: float) -> tuple[A
     return r[:rank], q[:, :rank]
 
 
-# PEFT's files.
-
-
 class _LoRA(AdapterKind):
     name = "LoRA"
     peft_type = LORA
@@ -647,11 +627,12 @@ class _LoRA(AdapterKind):
                 # them at zero.
                 return values if scale is None else values * scale[:, None, None]
 
-            if use is not None:
-                alpha = float(alphas[site.index]) * (rank**0.5 if config.rslora else 1)
+            alpha = float(alphas[site.index])
+            if use is None:
+                nodes[site.index] = _init_matrix(site, config, rank, alpha, key, draw_a)
+            else:
+                alpha *= rank**0.5 if config.rslora else 1
                 nodes[site.index] = init_kernel(site.weight, use, rank, alpha, draw_a)
-                continue
-            nodes[site.index] = _init_matrix(site, config, rank, float(alphas[site.index]), key, draw_a)
         return nodes
 
     def check_file(self, path: Path, file: Any) -> None:
@@ -679,10 +660,9 @@ class _LoRA(AdapterKind):
         # `use_rslora` holds for the whole file. Where nodes of both kinds occur, alphas are converted to give the same
         # scale.
         alphas = {name: _convert_alpha(node, rslora) for name, node in adapted.items()}
+        alphas = {name: int(alpha) if float(alpha).is_integer() else alpha for name, alpha in alphas.items()}
         rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
-        alpha, alpha_pattern = _default_and_pattern(
-            {name: int(alpha) if float(alpha).is_integer() else alpha for name, alpha in alphas.items()}
-        )
+        alpha, alpha_pattern = _default_and_pattern(alphas)
         return {
             "alpha_pattern": alpha_pattern,
             "init_lora_weights": True,
@@ -801,7 +781,6 @@ def _used_ranks(lora_a: np.ndarray, lora_b: np.ndarray) -> list[int]:
     A layer of zeros has the full rank. If all layers have the same number, nothing counts as padding.
     """
     rank = lora_a.shape[1]
-    # A component is used if its row of A or its column of B has a number other than zero.
     is_used = np.any(lora_a != 0, axis=2) | np.any(lora_b != 0, axis=1)
     ranks = [int(np.flatnonzero(layer)[-1]) + 1 if layer.any() else rank for layer in is_used]
     return ranks if len(set(ranks)) > 1 else [rank] * len(ranks)
@@ -814,5 +793,4 @@ def layer_entry(entry: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def remove_padding(values: np.ndarray, leaf: str, rank: int) -> np.ndarray:
-    """Remove the padding from A [r, in] or B [out, r] of a layer."""
     return values[:rank] if leaf == "lora_a" else values[:, :rank] if leaf == "lora_b" else values

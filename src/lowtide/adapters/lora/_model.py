@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -131,7 +131,12 @@ def add(
     for site in targets:
         _check_target(model, site, uses.get(site.index), config)
     extra_sites = saved_sites(model, config, targets)
-    _check_kernels(targets, config, kernels)
+    inits = ("peft", "gaussian")
+    is_plain = isinstance(config, Config) and not config.dora and config.layers is None and config.init in inits
+    for site in targets:
+        if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
+            message = f"{site.path}: this kernel supports only plain LoRA with random A on all layers, on an array"
+            raise ConfigError(message, hint="leave it out of the targets, or add it with a separate configuration")
     nodes = kind.init(model, targets, config, key, kernels)
     nodes = {index: shard_adapter(node) for index, node in nodes.items()}
     return replace(model, nodes | {site.index: make_saved(site.weight) for site in extra_sites})
@@ -177,7 +182,10 @@ def merge(model: Tree) -> Tree:
     nodes: dict[int, Any] = {}
     # Arrays that train as a whole come first, so that (IA)³ below scales a merged bias.
     for site in sorted(adapted, key=lambda site: not isinstance(site.node, SavedWeight)):
-        nodes[site.index] = _check_finite(site.path, _merge_node(site.node))
+        merged = nodes[site.index] = _merge_node(site.node)
+        if isinstance(merged, jax.Array) and not isinstance(merged, jax.core.Tracer) and not _is_finite(merged):
+            hint = "check the adapter and its base: one is damaged, has diverged, or exceeds the range of the dtype"
+            raise NonFiniteError(f"{site.path}: the merged weight has values that are not finite", hint=hint)
         bias = by_path.get(f"{site.module}/bias")
         if bias is not None and not isinstance(bias.node, jax.ShapeDtypeStruct):
             nodes[bias.index] = site.node.folded_bias(nodes.get(bias.index, bias.node))
@@ -349,9 +357,6 @@ def report(model: Tree) -> Report:
     return Report(matched=tuple(rows))
 
 
-# Checks of `add`.
-
-
 def _refuse_library_object(model: Any) -> None:
     """Raise for a Keras or NNX object: its layers convert weights to arrays, so only its arrays support adapters."""
     # A caller with such a model has imported its library, so `sys.modules` has it and nothing is imported here.
@@ -365,8 +370,7 @@ def _refuse_library_object(model: Any) -> None:
         ("flax.nnx", "State"): nnx_hint.format("nnx.to_pure_dict(state)"),
     }
     for (library, kind), hint in hints.items():
-        cls = getattr(sys.modules.get(library), kind, None)
-        if cls is not None and isinstance(model, cls):
+        if isinstance(model, getattr(sys.modules.get(library), kind, ())):
             message = f"a {type(model).__name__} supports no adapter of Lowtide: its layers convert weights to arrays"
             raise ConfigError(message, hint=hint)
 
@@ -374,20 +378,16 @@ def _refuse_library_object(model: Any) -> None:
 def _find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], args: Sequence[Any]) -> dict[int, Use]:
     """Return how a function uses each target weight, by `Site.index`, except targets that `_check_target` refuses."""
     probed = [site for site in targets if site.is_floating and site.node is site.weight and len(site.weight.shape) > 1]
-    shapes = {site.index: _abstract_weight(site.weight) for site in probed}
-    use_sets = uses_of_weights(fn, replace(model, {index: probe(shape) for index, shape in shapes.items()}), *args)
+    probes: dict[int, Any] = {}
+    for site in probed:  # by the shape of the weight, with its sharding in device memory
+        if (sharding := named_sharding(site.weight)) is not None:
+            sharding = sharding.with_memory_kind("device")
+        probes[site.index] = probe(jax.ShapeDtypeStruct(site.weight.shape, site.weight.dtype, sharding=sharding))
+    use_sets = uses_of_weights(fn, replace(model, probes), *args)
     return {site.index: _common_use(site, site_uses) for site, site_uses in zip(probed, use_sets, strict=True)}
 
 
-def _abstract_weight(weight: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of a weight, with its sharding in device memory."""
-    sharding = named_sharding(weight)
-    device_sharding = None if sharding is None else sharding.with_memory_kind("device")
-    return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=device_sharding)
-
-
 def _common_use(site: Site, site_uses: set[Use]) -> Use:
-    """Return the common form of all uses of a weight."""
     groups = {use[:3] for use in site_uses}
     if len(groups) == 1:
         common = min(site_uses, key=lambda use: use.is_product)  # the adapter of a table can be multiplied, too
@@ -431,26 +431,12 @@ def _check_table(model: Tree, site: Site, config: AnyConfig) -> None:
     """Check that an embedding has its own array, and that its adapter is LoRA that begins at random."""
     if not is_table(model, site):
         return
-    is_plain = isinstance(config, Config) and not config.dora and config.init in ("peft", "gaussian")
-    if not is_plain:
+    if not (isinstance(config, Config) and not config.dora and config.init in ("peft", "gaussian")):
         kind = type(config).__name__ if not isinstance(config, Config) else "DoRA" if config.dora else config.init
         message = f'{site.path}: an embedding supports only LoRA and rsLoRA with init = "peft" or "gaussian"'
         raise ConfigError(message, got=kind, hint=site.exclusion_hint)
     if external_name(model, site) in tied_names(model):
         raise StructureError(f"{site.path} {TIED_MESSAGE}", hint=TIED_HINT)
-
-
-def _check_kernels(chosen: Sequence[Site], config: AnyConfig, kernels: Mapping[int, Use]) -> None:
-    """Check that a configuration supports weights that are not matrices, if there are any."""
-    for site in chosen if kernels else ():
-        is_plain = isinstance(config, Config) and not config.dora and config.layers is None
-        is_plain = is_plain and getattr(config, "init", None) in ("peft", "gaussian")
-        if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
-            message = f"{site.path}: this kernel supports only plain LoRA with random A on all layers, on an array"
-            raise ConfigError(message, hint="leave it out of the targets, or add it with a separate configuration")
-
-
-# Merging, one matrix at a time.
 
 
 def _merge_node(node: Any) -> Any:
@@ -470,13 +456,6 @@ def _merge_node(node: Any) -> Any:
         for index in np.ndindex(weight.shape[:-2]):
             merged = _fold_layer(merged, index, node)
     return merged if sharding is None else jax.device_put(merged, sharding)
-
-
-def _check_finite(path: str, weight: Any) -> Any:
-    if isinstance(weight, jax.Array) and not isinstance(weight, jax.core.Tracer) and not _is_finite(weight):
-        hint = "check the adapter and its base: one is damaged, has diverged, or exceeds the range of the dtype"
-        raise NonFiniteError(f"{path}: the merged weight has values that are not finite", hint=hint)
-    return weight
 
 
 @jax.jit

@@ -123,7 +123,6 @@ def squared_row_norms(weight: Any) -> Float[Array, "*L out"]:
 
 
 def is_adapter(node: Any) -> bool:
-    """Return whether a node is a weight with an adapter."""
     return isinstance(node, AdapterWeight)
 
 
@@ -136,11 +135,9 @@ def shard_adapter(node: Any) -> Any:
     mesh_axes = {"out": out, "in": inner, "rank": None}
     sharded: dict[str, Any] = {}
     for name, axes in node.AXES.items():
-        leaf = getattr(node, name)
-        if leaf is not None:
-            sharded[name] = shard_leaf(
-                leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, *(mesh_axes[axis] for axis in axes)))
-            )
+        if (leaf := getattr(node, name)) is not None:
+            spec = jax.P(*layers, *(mesh_axes[axis] for axis in axes))
+            sharded[name] = shard_leaf(leaf, jax.sharding.NamedSharding(sharding.mesh, spec))
     return dataclasses.replace(node, **sharded)
 
 

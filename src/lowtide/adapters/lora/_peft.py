@@ -150,11 +150,9 @@ class PeftConfig:
         return self.kind.peft_type == LORA
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module."""
         return value_by_pattern(self.file.rank_pattern, module, self.matcher, self.file.r)
 
     def alpha_of(self, module: str) -> float:
-        """Return the alpha of a module."""
         return float(value_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
 
     def scale_of(self, names: Sequence[str], path: str) -> tuple[int, float]:
@@ -167,13 +165,7 @@ class PeftConfig:
         return scales.pop()
 
     @property
-    def target_parameters(self) -> list[str]:
-        """Names of parameters that have an adapter."""
-        return list(self.file.target_parameters or ()) if self.is_lora else []
-
-    @property
     def dora(self) -> bool:
-        """Whether the adapter has magnitudes."""
         return self.is_lora and bool(self.file.use_dora)
 
     def tensors(self, module: str) -> dict[str, str]:
@@ -182,10 +174,8 @@ class PeftConfig:
 
     def targets(self, module: str) -> bool:
         """Return whether a module has an adapter; True when the file does not say."""
-        if self.saves(module):
-            return False
         target_modules, exclude_modules = self.file.target_modules, self.file.exclude_modules
-        if exclude_modules and self.matcher.selects(exclude_modules, module):
+        if self.saves(module) or (exclude_modules and self.matcher.selects(exclude_modules, module)):
             return False
         return (target_modules is None or self.matcher.selects(target_modules, module)) and self._has_layer(module)
 
@@ -194,7 +184,6 @@ class PeftConfig:
         return is_saved(self.file.modules_to_save or (), module)
 
     def trains_bias(self, module: str, is_adapted: bool) -> bool:
-        """Return whether the bias of a module trains."""
         option = self.file.bias if self.is_lora else "none"
         return option == "all" or (option == "lora_only" and is_adapted)
 
@@ -242,9 +231,6 @@ def describe(
     if parameters:  # only LoRA has them, and has a place for them
         config["target_parameters"] = sorted({".".join(name.split(".")[-2:]) for name in parameters})
     return config
-
-
-# Names and patterns of modules.
 
 
 def is_saved(names: Sequence[str], module: str) -> bool:
@@ -349,7 +335,6 @@ class TensorFile:
     """The result of `safetensors.safe_open`."""
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return tuple(self.handle.get_slice(key).get_shape())
 
     def read(self, key: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -8,9 +8,8 @@ array, like all trainable leaves here.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.core
@@ -40,7 +39,7 @@ from ._sites import LAYER, Site, match_field, sites, tied_names
 _TIED_HINT = "train it with ensure_weight_tying=True in PEFT, or merge it there"
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "lora_saved"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedWeight(AdapterWeight):
     """An array with a trainable copy that is used in its place: a head, an embedding, a norm or a bias.
@@ -136,8 +135,7 @@ def make_saved(weight: Any, values: Any = None) -> SavedWeight:
 # leaves, because PEFT's files hold whole modules.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ArrayNames:
+class _ArrayNames(NamedTuple):
     """Names of an array in other software."""
 
     modules: Sequence[str]
@@ -157,32 +155,28 @@ def _array_names(model: Tree, site: Site) -> _ArrayNames | None:
     """Return the external names of an array; None if it is not a leaf of a module there."""
     module, _, leaf = site.path.rpartition("/")
     if not isinstance(model, ExternalNames):
-        return _ArrayNames(
-            modules=[(module or site.path).replace("/", ".")], leaf=leaf if module else "weight", is_stacked=False
-        )
+        return _ArrayNames([(module or site.path).replace("/", ".")], leaf if module else "weight", False)
     try:
         name = model.external_name(module)
     except KeyError:
         return None
     if name.count("{") > (LAYER in name) or leaf not in ("weight", "bias"):
         return None
-    layers = range(site.weight.shape[0]) if LAYER in name else None
-    modules = [name] if layers is None else [name.replace(LAYER, str(layer)) for layer in layers]
-    return _ArrayNames(modules=modules, leaf=leaf, is_stacked=layers is not None)
+    if LAYER not in name:
+        return _ArrayNames([name], leaf, False)
+    return _ArrayNames([name.replace(LAYER, str(layer)) for layer in range(site.weight.shape[0])], leaf, True)
 
 
 def adapter_modules(model: Tree, adapted: Collection[str], indices: Collection[int]) -> set[str]:
     """Return the names of the modules that hold the weights with adapters, in the form used for biases."""
     if isinstance(model, ExternalNames):
         return {*adapted}
-    arrays = [_array_names(model, site) for site in sites(model) if site.index in indices]
-    return {module for names in arrays if names is not None for module in names.modules}
+    return {name for index, names in _named_arrays(model).items() if index in indices for name in names.modules}
 
 
 def _named_arrays(model: Tree) -> dict[int, _ArrayNames]:
     """Return the external names of every floating-point array that could train as a whole, by `Site.index`."""
-    names_by_index = {site.index: _array_names(model, site) for site in sites(model) if site.is_floating}
-    return {index: names for index, names in names_by_index.items() if names is not None}
+    return {site.index: names for site in sites(model) if site.is_floating and (names := _array_names(model, site))}
 
 
 def saved_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
@@ -300,8 +294,8 @@ def select_saved(
         options["modules_to_save"] = _saved_names(module_names, all_names)
     keys: dict[int, list[str]] = {}
     for index in chosen:
-        leaf, wrapped = names[index].leaf, adapted if is_bias[index] else ()
-        keys[index] = [_key(name, leaf, is_wrapped=name in wrapped) for name in names[index].modules]
+        modules, leaf, _ = names[index]
+        keys[index] = [_key(name, leaf, is_wrapped=is_bias[index] and name in adapted) for name in modules]
     return options, keys
 
 
@@ -349,8 +343,7 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
     all_keys = {key for array_keys in keys.values() for key in array_keys}
     for module, tied in tied_names(model).items():
         if config.saves(tied) or config.saves(module):
-            has_both = config.saves(module) and (config.saves(tied) or config.file.ensure_weight_tying)
-            if not has_both:
+            if not (config.saves(module) and (config.saves(tied) or config.file.ensure_weight_tying)):
                 message = f"option 'modules_to_save' unties {tied} from {module}, but both are one array"
                 raise ModelFileError(f"{config.source}: {message}", hint=_TIED_HINT)
             all_keys.add(_key(tied, "weight"))

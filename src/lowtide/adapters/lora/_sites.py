@@ -81,7 +81,6 @@ class Site:
         return self.is_floating and len(self.weight.shape) in (2, 3)
 
     def random_key(self, key: Any) -> Array:
-        """Return the random key of this site."""
         # It depends on the path only, so that values stay the same when other targets are added. Python's `hash` would
         # not do: it differs between processes.
         return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
@@ -103,8 +102,7 @@ def adapted_sites(model: Tree) -> list[Site]:
 
 def check_complete(path: str, node: Any, required: Sequence[str]) -> None:
     """Raise if an adapter lacks one of the needed leaves, as one half of a partition does."""
-    missing = [name for name in required if getattr(node, name) is None]
-    if missing:
+    if missing := [name for name in required if getattr(node, name) is None]:
         hint = "combine the halves of a partition first: lt.combine(trainable, frozen)"
         raise StructureError(f"{path}: the adapter has no {' and no '.join(missing)}", hint=hint)
 
@@ -121,15 +119,11 @@ def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
     return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
 
 
-# Selection by a configuration.
-
-
-def normalize_fields(config: Any, targets: Any, exclude: Any, layers: Any, modules_to_save: Any) -> None:
+def normalize_fields(config: Any) -> None:
     """Check the fields that all configurations have, and make them hashable."""
-    object.__setattr__(config, "modules_to_save", to_patterns("modules_to_save", modules_to_save, may_be_empty=True))
-    object.__setattr__(config, "targets", to_patterns("targets", targets))
-    object.__setattr__(config, "exclude", to_patterns("exclude", exclude, may_be_empty=True))
-    if layers is None:
+    for name in ("modules_to_save", "targets", "exclude"):
+        object.__setattr__(config, name, to_patterns(name, getattr(config, name), may_be_empty=name != "targets"))
+    if (layers := config.layers) is None:
         return
     indices = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
     if not indices or not all(is_count(layer, 0) for layer in indices):
@@ -149,7 +143,6 @@ def to_patterns(name: str, value: Any, *, may_be_empty: bool = False) -> Any:
 
 
 def check_rank(rank: Any, name: str) -> None:
-    """Check that a value is a valid rank."""
     check_integer(name, rank, hint="use for instance 8, 16 or 64; to train no adapter, do not add one")
 
 
@@ -172,18 +165,16 @@ def select_sites(model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pat
     # Module paths come first, so that error messages list the names that a user would write.
     names = sorted(by_name, key=lambda name: not any(name == site.module != site.path for site in by_name[name]))
     selection: Any = targets
-    selected_patterns: list[Any] = [selection] if is_pattern(selection) else [*selection]
-    patterns = [pattern for pattern in selected_patterns if pattern != _ALL_LINEAR]
-    if len(patterns) < len(selected_patterns):
-        patterns = [*_all_linear(model), *patterns]
+    patterns: list[Any] = [selection] if is_pattern(selection) else [*selection]
+    if _ALL_LINEAR in patterns:
+        patterns = [*_all_linear(model), *(pattern for pattern in patterns if pattern != _ALL_LINEAR)]
     chosen = {site.index: site for name in match_names(names, patterns) for site in by_name[name]}
-    if exclude:
-        # Exclude by site, not by name: a site that was chosen by its own path may be excluded by its module's path.
-        for name in match_names(names, exclude):
-            for site in by_name[name]:
-                chosen.pop(site.index, None)
-        if not chosen:
-            raise SelectionError(f"exclude leaves no target: {shown(exclude)}", hint="narrow the patterns of exclude")
+    # Exclude by site, not by name: a site that was chosen by its own path may be excluded by its module's path.
+    for name in match_names(names, exclude) if exclude else ():
+        for site in by_name[name]:
+            chosen.pop(site.index, None)
+    if not chosen:
+        raise SelectionError(f"exclude leaves no target: {shown(exclude)}", hint="narrow the patterns of exclude")
     return [chosen[index] for index in sorted(chosen)]
 
 
@@ -233,9 +224,6 @@ def make_leaf(site: Site, shape: tuple[int, ...], make: Callable[[tuple[int, ...
     return jax.ShapeDtypeStruct(full_shape, jnp.float32) if is_abstract else make(full_shape)
 
 
-# Names in other software.
-
-
 def external_name(model: Tree, site: Site) -> str | None:
     """Return the name of a module in other software, with ``{layer}`` where the weight is stacked, or None.
 
@@ -255,8 +243,7 @@ def external_name(model: Tree, site: Site) -> str | None:
 
 def layer_names(model: Tree, site: Site) -> list[str]:
     """Return the names of `external_name`, one for each layer of a stacked weight, and for each expert of a layer."""
-    name = external_name(model, site)
-    shape = tuple(site.weight.shape)
+    name, shape = external_name(model, site), tuple(site.weight.shape)
     if site.is_experts:
         if name is None or LAYER not in name or EXPERT not in name:
             message = f"{site.path}: the external name has no module for each of these experts: {name!r}"

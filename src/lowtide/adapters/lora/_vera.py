@@ -9,7 +9,6 @@ state.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,22 +55,17 @@ class VeRAConfig:
     """Patterns, as in `Config.modules_to_save`."""
 
     def __post_init__(self) -> None:
-        """Check the fields, and turn lists into tuples."""
         check_rank(self.rank, "rank")
         hint = "use 0.1 or less, as the authors of VeRA advise"
         check_number("d_initial", self.d_initial, hint=hint)
         if self.d_initial == 0:
             raise ConfigError("d_initial must not be 0: the adapter would never train", hint=hint)
-        normalize_fields(self, self.targets, self.exclude, self.layers, self.modules_to_save)
+        normalize_fields(self)
         object.__setattr__(self, "rank", int(self.rank))
         object.__setattr__(self, "d_initial", float(self.d_initial))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weight", "vera_a", "vera_b", "lora_lambda_d", "lora_lambda_b", "layer_scale", "dropout_key"],
-    meta_fields=["dropout"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VeRAWeight(ScaledWeight, AdapterWeight):
     """A weight with frozen random projections A and B, and two trainable vectors: W + diag(b) B diag(d) A.
@@ -110,7 +104,7 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
     one."""
     dropout_key: Any = None
     """With dropout, a random key from `lowtide.lora.dropout` (in a stack, one per layer); otherwise None."""
-    dropout: float = 0.0
+    dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
     """Fraction of the correction's inputs that is set to zero (static)."""
 
     __array_ufunc__ = None
@@ -146,9 +140,7 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
             scale = scale * jnp.expand_dims(self.layer_scale, tuple(range(self.layer_scale.ndim, scale.ndim)))
         return self.vera_a * self.lora_lambda_d[..., None], self.vera_b * scale[..., None]
 
-    def scaled_factors(self) -> tuple[Any, Any] | None:
-        """Return A and B, with all scales of their product included."""
-        return self.factors()
+    scaled_factors = factors
 
     def inverted(self) -> VeRAWeight:
         """Return the adapter whose merge undoes that of this one."""

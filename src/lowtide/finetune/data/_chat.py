@@ -47,7 +47,6 @@ class ChatTemplate:
     """The file that the template comes from."""
     day: str | None = None
     """Date, such as ``2025-01-31``, whose midnight is the current time for a template that writes it; None: now."""
-
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Other variables of the template, such as ``enable_thinking``."""
 
@@ -267,11 +266,7 @@ def chat_prompts(
 
 
 def chat_turn(template: ChatTemplate, answer: str) -> str:
-    """Render a question and an answer, including the text that closes the answer's turn.
-
-    Args:
-        template: the model's template.
-        answer: content of the assistant's message.
+    """Render a question and the assistant's answer, including the text that closes the answer's turn.
 
     Raises:
         DataError: when the template refuses the conversation.

@@ -68,9 +68,10 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, 
     """
     try:
         encode_batch = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
-        short = iter(encode_batch([text for text in texts if not _is_long(text)], add_special_tokens=special))
+        short = iter(encode_batch([text for text in texts if len(text) <= 2 * _WINDOW], add_special_tokens=special))
         encodings = [
-            _encode_long(tokenizer, text, special=special) if _is_long(text) else next(short) for text in texts
+            next(short) if len(text) <= 2 * _WINDOW else _encode_long(tokenizer, text, special=special)
+            for text in texts
         ]
         # The special tokens of an empty text begin with BOS, if the tokenizer adds BOS. A text that starts with the
         # characters of BOS then has two of them, and the first is removed.
@@ -117,9 +118,7 @@ def name_documents(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, An
     return {f"document {number}": text for number, text in enumerate(documents, 1)}
 
 
-def check_ids(
-    ids: Sequence[int] | np.ndarray[Any, Any], tokenizer: Tokenizer, vocab_size: int | None, where: str
-) -> None:
+def check_ids(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer, vocab_size: int | None, where: str) -> None:
     """Refuse tokens that a model has no embedding for, such as some added tokens of published models.
 
     Args:
@@ -157,11 +156,6 @@ class LongEncoding(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-def _is_long(text: str) -> bool:
-    """Return whether a text is encoded in windows: it has more than twice a window's characters."""
-    return len(text) > 2 * _WINDOW
 
 
 def _encode_long(tokenizer: Tokenizer, text: str, *, special: bool) -> LongEncoding:
@@ -301,10 +295,8 @@ class Encoder:
         encodings = encode(self._tokenizer, [text for text, _ in rendered], special=not is_chat, offsets=True)
         for example, encoding in zip(examples, encodings, strict=True):
             check_ids(encoding.ids, self._tokenizer, self._vocab_size, example.where)
-        return [
-            self._ids_and_mask(encoding, spans, is_chat=is_chat)
-            for encoding, (_, spans) in zip(encodings, rendered, strict=True)
-        ]
+        pairs = zip(encodings, rendered, strict=True)
+        return [self._ids_and_mask(encoding, spans, is_chat=is_chat) for encoding, (_, spans) in pairs]
 
     def unread_in(self, example: Example) -> set[str]:
         """Return the fields of a chat's turns that the template does not mention, such as ``messages.name``."""
@@ -341,8 +333,14 @@ class Encoder:
         return text, None if is_all_learned else spans
 
     def _ids_and_mask(self, encoding: Any, spans: Spans | None, *, is_chat: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a record, and the mask of the tokens that have a character in one of the spans."""
         ids = np.asarray(encoding.ids, np.int32)
-        mask = np.ones(len(ids), np.uint8) if spans is None else _learned_mask(encoding, spans)
+        mask = np.full(len(ids), spans is None, np.uint8)
+        if spans:
+            offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+            for start, end in spans:
+                # Half-open intervals overlap if each begins before the other ends.
+                mask |= ((offsets[:, 0] < end) & (offsets[:, 1] > start)).astype(np.uint8)
         if not is_chat and self._end_token is not None:
             # The end token is always learned, even if the tokenizer's special tokens already contain it.
             if ids[-1:].tolist() != [self._end_token]:
@@ -350,25 +348,14 @@ class Encoder:
                 mask = np.append(mask, np.uint8(1))
             mask[-1] = 1
         refuse_unknown_id(int(np.max(ids, initial=0)), self._largest)
-        return ids, mask.astype(np.uint8)
-
-
-def _learned_mask(encoding: Any, spans: Spans) -> np.ndarray:
-    """Find the tokens that have a character in one of the spans, uint8 [L]: the loss mask of a record."""
-    offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
-    learned = np.zeros(len(offsets), np.uint8)
-    for start, end in spans:
-        # Half-open intervals overlap if each begins before the other ends.
-        learned |= ((offsets[:, 0] < end) & (offsets[:, 1] > start)).astype(np.uint8)
-    return learned
+        return ids, mask
 
 
 def _alpaca_prompt(example: Example) -> str:
     has_input = bool(example.more.strip())
     input_text = f"### Input:\n{example.more}\n\n" if has_input else ""
-    return _ALPACA_FORMAT.format(
-        ", paired with an input that provides further context" if has_input else "", example.prompt, input_text
-    )
+    context = ", paired with an input that provides further context" if has_input else ""
+    return _ALPACA_FORMAT.format(context, example.prompt, input_text)
 
 
 # --- store -----------------------------------------------------------------------------------------------------------
@@ -454,7 +441,6 @@ def open_store(
 
 
 def _digests(source: Source) -> Iterator[bytes]:
-    """Yield digests of the source's files or texts."""
     if isinstance(source, Path):
         for path in data_files(source):
             with open(path, "rb") as file:

@@ -77,19 +77,15 @@ _UTF16 = ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
 
 
 def refuse_other_formats(path: Path) -> None:
-    """Raise DataError for an existing file that is neither plain text nor JSON lines.
-
-    The message has the file's format and the fields of its first record.
-    """
+    """Raise DataError for an existing file that is neither plain text nor JSON lines."""
     if not path.is_file():
         got = "a pipe" if path.is_fifo() else "a device or a socket"
         hint = "write the content into a file; a resumed run reads its data again"
         raise DataError(f"{path}: not a regular file", got=got, hint=hint)
     head = read_head(path)
     suffix = path.suffix.lower()
-    match = next(
-        (kind for start, kind in _FORMAT_BY_MAGIC if head.startswith(start)), _UTF16 if _is_utf16(head) else None
-    )
+    default = _UTF16 if _is_utf16(head) else None
+    match = next((kind for start, kind in _FORMAT_BY_MAGIC if head.startswith(start)), default)
     if match is None and path.suffix != ".jsonl":
         match = _FORMAT_BY_SUFFIX.get(suffix)
         if match is None and _is_json_lines(head):
@@ -140,10 +136,7 @@ def _refuse_records_among_text(folder: Path, records: Sequence[Path]) -> None:
 
 
 def first_fields(head: bytes, suffix: str) -> list[str]:
-    """Find the fields of the first record: a table's columns, or an object's keys; empty if it cannot be parsed.
-
-    `head` is the beginning of the file, and `suffix` its suffix in lower case.
-    """
+    """Find the fields of the first record: a table's columns, or an object's keys; empty if it cannot be parsed."""
     text = head.decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
     if suffix in (".csv", ".tsv"):
         line = text.split("\n", 1)[0]

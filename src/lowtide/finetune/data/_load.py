@@ -7,7 +7,6 @@ repetition and batching: its `MapDataset` returns the batch of any step, so a ru
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import tempfile
@@ -20,22 +19,11 @@ from tokenizers import Tokenizer
 
 from ...core import ConfigError, DataError, check_integer, check_number, shown
 from .._config import FinetuneConfig, flag_of, with_seq_len
+from . import _formats
 from ._chat import ChatTemplate, load_chat_template
 from ._encode import LongEncoding, check_ids, encode, encode_pieces, largest_id, name_documents, refuse_unknown_id
-from ._formats import (
-    BINARY_SUFFIXES,
-    RECORD_FIELDS,
-    RECORD_SUFFIXES,
-    SUPPORTED,
-    TEXT_SUFFIXES,
-    first_fields,
-    is_binary,
-    read_head,
-    refuse_folder_of_records,
-    refuse_other_formats,
-)
 from ._normalize import parse_columns
-from ._pack import DataReport, EvaluationBatches, record_data
+from ._pack import EvaluationBatches, TextData, record_data
 from ._read import files_below, folder_of_records, is_records, read_records, unreadable
 
 _MOST_NAMES = 6
@@ -53,33 +41,6 @@ _MOST_IN_MEMORY = 2**24
 """Tokens kept in memory during tokenisation before they go to a temporary file."""
 _LEAST_WINDOWS = 16
 """Least number of windows if the sequence length is chosen from the data."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextData:
-    """Tokenised text, ready for `Trainer`."""
-
-    train: Any
-    """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]; records add ``segment_ids`` and
-    ``positions``."""
-    held_out: Sequence[dict[str, np.ndarray]]
-    """Evaluation batches; padding rows of the last batch have all labels ignored."""
-    num_documents: int
-    """Documents read."""
-    num_train_tokens: int
-    """Tokens in training windows."""
-    num_held_out_tokens: int
-    """Tokens in held-out windows."""
-    num_train_sequences: int | None
-    """Sequences of an epoch; None for data of unknown length."""
-    digest: str
-    """SHA-256 of all tokens in their order, to check that a resumed run has the same data."""
-    seq_len: int
-    """Tokens in a sequence, T."""
-    report: DataReport | None = None
-    """Counts of records that were read, packed, cut and dropped; None for plain text."""
-    notes: tuple[str, ...] = ()
-    """Facts that a user may not expect, such as files that were not read, or were read in an unexpected way."""
 
 
 def load_data(
@@ -118,7 +79,7 @@ def load_data(
         eval_documents = None if config.eval_data is None else _texts(config.eval_data, config.columns)
         return _with_notes(text_data(documents, tokenizer, eval_documents=eval_documents, **options), config)
     template = load_chat_template(directory, config.chat_template)
-    records = record_data(
+    data = record_data(
         _source(config.data, config.columns),
         tokenizer,
         None if template is None else dataclasses.replace(template, day=day),
@@ -129,16 +90,13 @@ def load_data(
         too_long=config.too_long,
         **options,
     )
-    report = records.report
-    data = TextData(**vars(records), num_documents=report.num_documents, num_train_sequences=report.num_rows)
     return _with_notes(data, config, template)
 
 
 def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate | None = None) -> TextData:
-    """Add notes on facts that a user may not expect."""
     notes = [*notes_on(config.data, config.columns), *notes_on(config.eval_data, config.columns, is_evaluation=True)]
     num_rows, batch_size = data.num_train_sequences, config.batch_size
-    if num_rows is not None and num_rows < batch_size:
+    if num_rows < batch_size:
         notes.append(f"a batch repeats rows: --batch-size is {batch_size:,}, with {num_rows:,} rows to train on")
     num_lost = 0 if data.report is None else data.report.num_lost_tokens + data.report.num_held_out_lost_tokens
     if data.report is not None and num_lost > _MOST_LOST * data.report.num_tokens:
@@ -153,42 +111,34 @@ def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate |
 def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> bool:
     """Return whether data is read as records; JSON lines with ``text`` and no fields of another kind are plain text.
 
-    Args:
-        data: the path in the configuration.
-        columns: the columns in the configuration; if they are set, the data is records.
+    `data` and `columns` are those of the configuration; JSON lines with columns are records.
     """
     if not data:
         return False
     path = Path(data)
     if not is_records(path):
         return False
-    if path.is_dir() or path.suffix.lower() in BINARY_SUFFIXES:
+    if path.is_dir() or path.suffix.lower() in _formats.BINARY_SUFFIXES:
         return True
-    head = read_head(path)
-    if is_binary(head):
+    head = _formats.read_head(path)
+    if _formats.is_binary(head):
         return False  # the text reader raises an error that names the format
     if path.suffix != ".jsonl" or columns:
         return True
-    fields = set(first_fields(head, ".jsonl"))
-    return "text" not in fields or any(kind <= fields for kind in RECORD_FIELDS)
+    fields = set(_formats.first_fields(head, ".jsonl"))
+    return "text" not in fields or any(kind <= fields for kind in _formats.RECORD_FIELDS)
 
 
 def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation: bool = False) -> list[str]:
-    """Describe the files of a folder that are not read, or are read in an unexpected way.
+    """Describe the files of a folder that are not read, or are read in an unexpected way, in sentences.
 
-    Args:
-        data: the path in the configuration.
-        columns: the columns in the configuration.
-        is_evaluation: whether this is evaluation data.
-
-    Returns:
-        Sentences; none for a single file, or if all files are read as expected.
+    `data` and `columns` are those of the configuration; set `is_evaluation` for `eval_data`. One file has no notes.
     """
     if not data or not Path(data).is_dir():
         return []
     folder, notes = Path(data), list[str]()
     if not is_read_as_records(data, columns):
-        if tables := [file for file in files_below(folder) if file.suffix.lower() in TEXT_SUFFIXES]:
+        if tables := [file for file in files_below(folder) if file.suffix.lower() in _formats.TEXT_SUFFIXES]:
             notes.append(f"{folder}: read as plain text, braces and commas included: {_join_names(folder, tables)}")
         return notes
     if (record_folder := folder_of_records(folder)) is None:  # a folder that the `datasets` library saved
@@ -211,8 +161,7 @@ def _join_names(folder: Path, files: Sequence[Path]) -> str:
 
 def _refuse_record_settings(config: FinetuneConfig, *, is_plain: bool) -> None:
     """Raise ConfigError for record settings that contiguous windows of text would ignore."""
-    columns = config.columns if is_plain else None
-    settings = {"chat_template": config.chat_template, "columns": columns}
+    settings = {"chat_template": config.chat_template, "columns": config.columns if is_plain else None}
     settings |= {"too_long": config.too_long != "cut", "loss_on": config.loss_on != "completion"}
     if ignored := [name for name, value in settings.items() if value]:
         hint = f"leave {flag_of(ignored[0])} out, choose --packing best-fit, or check that --data names the right file"
@@ -225,15 +174,16 @@ def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[st
 
 def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, str | Path]:
     """Read documents for contiguous windows; a large text file is returned as a path, and records need plain text."""
-    if not is_read_as_records(data, columns):
-        return {data: Path(data)} if data and is_large_text(data) else named_documents(data)
-    texts = texts_of_records(Path(data or ""), columns)
-    if not texts:
-        raise DataError(f"{data}: the data has no text", hint="check --data; at least one record must have text")
-    return texts
-
-
-# --- plain text ------------------------------------------------------------------------------------------------------
+    path = Path(data or "")
+    if is_read_as_records(data, columns):
+        texts = texts_of_records(path, columns)
+        if not texts:
+            raise DataError(f"{data}: the data has no text", hint="check --data; at least one record must have text")
+        return texts
+    if data and path.is_file() and path.suffix != ".jsonl" and path.stat().st_size > _MOST_AT_ONCE:
+        _formats.refuse_other_formats(path)
+        return {data: path}
+    return named_documents(data)
 
 
 def read_documents(path: str | Path | None) -> list[str]:
@@ -255,14 +205,7 @@ def read_documents(path: str | Path | None) -> list[str]:
 
 
 def named_documents(path: str | Path | None) -> dict[str, str]:
-    """Read documents as `read_documents` does, by their name in errors: a file, or a file and a line.
-
-    Args:
-        path: as in `read_documents`.
-
-    Raises:
-        DataError: as `read_documents` does.
-    """
+    """Read documents as `read_documents` does, by their name in errors: a file, or a file and a line."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -273,16 +216,16 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        hint = f"name a file of text or of records ({', '.join(RECORD_SUFFIXES)}), or a folder of them"
+        hint = f"name a file of text or of records ({', '.join(_formats.RECORD_SUFFIXES)}), or a folder of them"
         raise DataError(f"{path}: no such file or folder", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from error
     if path.is_dir():
         files = files_below(path)
-        refuse_folder_of_records(path, files)
+        _formats.refuse_folder_of_records(path, files)
         documents = {str(file): text for file in files if (text := _read_utf8(file)) is not None}
     else:
-        refuse_other_formats(path)
+        _formats.refuse_other_formats(path)
         documents = texts_of_records(path, ("text=text",)) if path.suffix == ".jsonl" else {str(path): _read_text(path)}
     documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
@@ -293,12 +236,11 @@ def named_documents(path: str | Path | None) -> dict[str, str]:
 def texts_of_records(path: Path, columns: tuple[str, ...] | None = None) -> dict[str, str]:
     """Read records of plain text, by file and line; records of another kind raise DataError."""
     texts: dict[str, str] = {}
-    for example in read_records(path, parse_columns(columns)):
-        if example is not None and example.kind != "text":
+    for example in filter(None, read_records(path, parse_columns(columns))):
+        if example.kind != "text":
             hint = "leave --packing out, or choose best-fit or none"
             raise DataError(f"{example.where}: the record has the kind {example.kind}, not plain text", hint=hint)
-        if example is not None:
-            texts[example.where] = example.text
+        texts[example.where] = example.text
     return texts
 
 
@@ -315,7 +257,7 @@ def text_data(
     vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
-    """Tokenise, pack, split and shuffle documents.
+    """Tokenise, pack, split and shuffle documents into batches.
 
     Args:
         documents: texts, or texts by their name in errors.
@@ -328,9 +270,6 @@ def text_data(
         eval_documents: evaluation texts that replace this fraction, in separate windows.
         vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
         on_progress: called with the number of finished documents and the total.
-
-    Returns:
-        The batches.
 
     Raises:
         DataError: when there are fewer tokens than two windows (one for training, one held out), and for tokens that
@@ -391,9 +330,20 @@ def tokenise(
     """Tokenise and join texts or text files, int32 [N]; the hash `digest`, if given, is updated with the tokens.
 
     Ids outside the tokenizer's own vocabulary raise ModelFileError, and tokens without an embedding raise DataError.
+    The host holds at most 128 MiB; more than `_MOST_IN_MEMORY` tokens are a memory map of a temporary file.
     """
     names, texts = [*documents], [*documents.values()]
-    with contextlib.closing(_TokenBuffer(digest)) as tokens:
+    largest, num_tokens = -1, 0
+    with tempfile.SpooledTemporaryFile(max_size=np.dtype(np.int32).itemsize * _MOST_IN_MEMORY) as file:
+
+        def add(ids: np.ndarray) -> None:
+            nonlocal largest, num_tokens
+            if digest is not None:
+                digest.update(ids)
+            largest = max(largest, int(ids.max(initial=-1)))
+            num_tokens += len(ids)
+            file.write(ids.tobytes())
+
         for start in range(0, len(documents), _BATCH_TEXTS):
             stop = min(start + _BATCH_TEXTS, len(documents))
             short = iter(encode(tokenizer, [text for text in texts[start:stop] if isinstance(text, str)]))
@@ -403,43 +353,19 @@ def tokenise(
                     ids = np.asarray(encoding.ids, np.int32)
                     if vocab_size is not None and np.max(ids, initial=0) >= vocab_size:
                         check_ids(ids, tokenizer, vocab_size, _locate_token(name, text, ids, tokenizer, vocab_size))
-                    tokens.add(ids)
+                    add(ids)
                     last = ids[-1:].tolist() or last
                 if end_token is not None and last != [end_token]:
-                    tokens.add(np.asarray([end_token], np.int32))
+                    add(np.asarray([end_token], np.int32))
             if on_progress is not None:
                 on_progress(stop, len(documents))
-        refuse_unknown_id(tokens.largest, largest_id(tokenizer, end_token))
-        return tokens.stream()
-
-
-class _TokenBuffer:
-    """Tokens of all documents. This object is mutated: `add` appends, and moves large amounts to a temporary file.
-
-    It takes at most 128 MiB. If the file was used, `stream` returns a memory map of it.
-    """
-
-    def __init__(self, digest: Any) -> None:
-        self.largest, self._digest, self._count = -1, digest, 0
-        self._file = tempfile.SpooledTemporaryFile(max_size=np.dtype(np.int32).itemsize * _MOST_IN_MEMORY)
-        self.close = self._file.close
-
-    def add(self, ids: np.ndarray) -> None:
-        """Append tokens, int32 [n]."""
-        if self._digest is not None:
-            self._digest.update(ids)
-        self.largest = max(self.largest, int(ids.max(initial=-1)))
-        self._count += len(ids)
-        self._file.write(ids.tobytes())
-
-    def stream(self) -> np.ndarray:
-        """Return all tokens, int32 [N]."""
-        self._file.flush()
-        if self._count > _MOST_IN_MEMORY:
-            return np.memmap(self._file, np.int32, mode="r")
-        tokens = np.empty(self._count, np.int32)
-        self._file.seek(0)
-        self._file.readinto(tokens.data)
+        refuse_unknown_id(largest, largest_id(tokenizer, end_token))
+        file.flush()
+        if num_tokens > _MOST_IN_MEMORY:
+            return np.memmap(file, np.int32, mode="r")
+        tokens = np.empty(num_tokens, np.int32)
+        file.seek(0)
+        file.readinto(tokens.data)
         return tokens
 
 
@@ -462,16 +388,7 @@ def _read_text(path: Path) -> str:
 
 def _not_text_error(path: Path) -> DataError:
     hint = "convert it (iconv -f LATIN1 -t UTF-8), or name a folder or a .jsonl file"
-    return DataError(f"{path}: not UTF-8 text", expected=SUPPORTED, hint=hint)
-
-
-def is_large_text(path: str | Path) -> bool:
-    """Return whether a path is one text document that is read in pieces; raises DataError for other formats."""
-    path = Path(path)
-    if not path.is_file() or path.suffix == ".jsonl" or path.stat().st_size <= _MOST_AT_ONCE:
-        return False
-    refuse_other_formats(path)
-    return True
+    return DataError(f"{path}: not UTF-8 text", expected=_formats.SUPPORTED, hint=hint)
 
 
 def _locate_token(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:

@@ -17,28 +17,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...core import (
-    ConfigError,
-    DataError,
-    ModelFileError,
-    check_type,
-    parse_json,
-    parse_json_value,
-    shortened,
-    shown,
-    validate,
-)
+from ...core import ConfigError, DataError, ModelFileError, parse_json, parse_json_value, shortened, shown, validate
 
 _ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("tool", "observation"), "tool"),
 }
 _TOOL_CALL_SPEAKERS = ("function_call", "tool_call")
 """Speakers whose turns are tool calls of the assistant, as LLaMA-Factory writes them."""
@@ -138,10 +123,7 @@ class Example:
 
 
 def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
-    """Parse ``field=column`` words, which map the fields of a record to columns of the data.
-
-    Args:
-        words: words such as ``("messages=chat",)``.
+    """Parse words such as ``messages=chat``, which map the fields of a record to columns of the data.
 
     Raises:
         ConfigError: for a word without ``=``, an unknown field, or a repeated field.
@@ -179,9 +161,6 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     return example and dataclasses.replace(example, unread=unread)
 
 
-# --- kinds and checks ------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def as_data_error(hint: str | None = None) -> Generator[None]:
     """Convert the ModelFileError of a reader that models share to a DataError, with another hint if one is given."""
@@ -193,7 +172,11 @@ def as_data_error(hint: str | None = None) -> Generator[None]:
 
 def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example | None:
     """Check a record of a known kind, and return it; None for a blank one."""
-    record = {**record, **_parse_text_lists(record, location)}
+    record = dict(record)
+    for name in ("messages", "conversations", "tools", "functions"):  # a table stores lists as JSON text
+        value = record.get(name)
+        if isinstance(value, str) and value.strip():
+            record[name] = parse_list(value.encode("utf-8", "surrogatepass"), f"{location}: {name}")
     if kind == "conversations":
         _check_speakers(record, location)
     record = _normalize_record(kind, record, location)
@@ -257,16 +240,6 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
     raise DataError(f"{location}: {problem}", expected=expected, got=_list_fields(raw), hint=hint)
 
 
-def _parse_text_lists(record: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Parse lists that a table stores as JSON text."""
-    parsed: dict[str, Any] = {}
-    for name in ("messages", "conversations", "tools", "functions"):
-        value = record.get(name)
-        if isinstance(value, str) and value.strip():
-            parsed[name] = parse_list(value.encode("utf-8", "surrogatepass"), f"{location}: {name}")
-    return parsed
-
-
 def parse_list(content: bytes, where: str) -> list[Any]:
     """Parse a JSON list with the strictness of `parse_json_value`; anything else raises DataError."""
     try:
@@ -279,7 +252,6 @@ def parse_list(content: bytes, where: str) -> list[Any]:
 
 
 def _remedy(content: bytes) -> str:
-    """Return a hint on how to repair a list that is not JSON."""
     if re.match(rb"\s*\[\s*(\{\s*)?'", content):
         return "write it with json.dumps, not with str; this is Python's notation"
     if re.search(rb",\s*[\]}]\s*$", content):
@@ -298,7 +270,6 @@ def _prompt_example(record: Mapping[str, Any], location: str, tools: Any) -> Exa
 
 
 def _message_of_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Convert a turn of ShareGPT to a message."""
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
     if turn["from"] in _TOOL_CALL_SPEAKERS:
         return {"role": "assistant", "tool_calls": _parse_calls(turn.get("value", ""), location), **weight}
@@ -357,9 +328,6 @@ def _list_fields(raw: Mapping[str, Any]) -> str:
     return f"fields {shortened(', '.join(map(shown, raw)), 300)}" if raw else "no fields"
 
 
-# --- fields of other trainers ----------------------------------------------------------------------------------------
-
-
 def _extra_fields(kind: str) -> tuple[str, ...]:
     """Return the additional fields that `_normalize_record` reads for a kind of record."""
     return () if kind == "text" else (*_SYSTEM_FIELDS, "functions", "label", *_MEDIA_FIELDS)
@@ -387,7 +355,13 @@ def _normalize_record(kind: str, record: Mapping[str, Any], location: str) -> di
     if isinstance(tools := fields.get("tools"), str) and not tools.strip():
         fields["tools"] = None
     if functions := record.get("functions"):
-        fields["tools"] = _tools_from_functions(functions, fields.get("tools"), location)
+        if fields.get("tools"):
+            hint = "remove functions from the record"
+            raise DataError(f"{location}: a record has both tools and functions", hint=hint)
+        if not isinstance(functions, list):
+            hint = "write objects with name and parameters, or name the columns with --columns"
+            raise DataError(f"{location}: functions must be a list, not {shown(functions)}", hint=hint)
+        fields["tools"] = [{"type": "function", "function": function} for function in functions]
     return _prepend_system(kind, fields, record, location)
 
 
@@ -400,15 +374,6 @@ def _refuse_media(kind: str, record: Mapping[str, Any], location: str) -> None:
         if record.get(name):
             hint = "remove such records; if the text is complete without them, name the columns with --columns"
             raise DataError(f"{location}: the record has {name}, which text models do not read", hint=hint)
-
-
-def _tools_from_functions(functions: Any, tools: Any, location: str) -> list[dict[str, Any]]:
-    """Rewrite OpenAI's older ``functions`` as ``tools``."""
-    if tools:
-        raise DataError(f"{location}: a record has both tools and functions", hint="remove functions from the record")
-    hint = "write objects with name and parameters, or name the columns with --columns"
-    check_type(f"{location}: functions", functions, list, "a list", hint=hint, error=DataError)
-    return [{"type": "function", "function": function} for function in functions]
 
 
 def _prepend_system(kind: str, fields: dict[str, Any], record: Mapping[str, Any], location: str) -> dict[str, Any]:

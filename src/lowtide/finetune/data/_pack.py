@@ -66,23 +66,38 @@ class DataReport:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordData:
-    """Batches of packed records."""
+class TextData:
+    """Tokenised text or records, ready for `Trainer`."""
 
     train: Any
-    """A `grain.MapDataset` of batches by step: ``tokens``, ``labels``, ``segment_ids`` and ``positions``, int32 [B, T].
-    """
+    """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]; records add ``segment_ids`` and
+    ``positions``."""
     held_out: Sequence[dict[str, np.ndarray]]
-    """Evaluation batches."""
+    """Evaluation batches; padding rows of the last batch have all labels ignored."""
+    num_documents: int
+    """Documents read."""
     num_train_tokens: int
-    """Tokens in training rows, without padding."""
+    """Tokens in training windows or rows, without padding."""
     num_held_out_tokens: int
-    """Tokens in evaluation rows, without padding."""
-    seq_len: int
-    """Tokens in a row, T."""
+    """Tokens in held-out windows or rows, without padding."""
+    num_train_sequences: int
+    """Sequences of an epoch."""
     digest: str
-    """Digest of all tokens, their learned mask, and the packing settings."""
-    report: DataReport
+    """SHA-256 of all tokens in their order, to check that a resumed run has the same data; for records also of their
+    learned mask and of the packing settings."""
+    seq_len: int
+    """Tokens in a sequence, T."""
+    report: DataReport | None = None
+    """Counts of records that were read, packed, cut and dropped; None for plain text."""
+    notes: tuple[str, ...] = ()
+    """Facts that a user may not expect, such as files that were not read, or were read in an unexpected way."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordData(TextData):
+    """Batches of packed records, as `lowtide.finetune.TextData`."""
+
+    report: DataReport  # pyright: ignore[reportGeneralTypeIssues] - overrides an optional field
     """Counts of used, cut and dropped records."""
 
 
@@ -151,6 +166,8 @@ def record_data(
     return RecordData(
         train=dataset,
         held_out=EvaluationBatches(RowSource(eval_store, eval_pieces, eval_rows, seq_len), batch_size),
+        num_documents=len(store.lengths),
+        num_train_sequences=len(rows),
         num_train_tokens=int(train.length.sum()),
         num_held_out_tokens=int(eval_pieces.length.sum()),
         digest=hashlib.sha256(settings.encode()).hexdigest(),
@@ -171,18 +188,7 @@ def evaluation_data(
     loss_on: str = "completion",
     vocab_size: int | None = None,
 ) -> tuple[Sequence[dict[str, np.ndarray]], DataReport]:
-    """Pack all records for evaluation; documents longer than a row are split.
-
-    Args:
-        source: as in `record_data`.
-        tokenizer: the model's tokenizer.
-        template: its chat template, if any.
-        seq_len: tokens in a row, T.
-        batch_size: rows in a batch, B.
-        columns: ``field=column`` words.
-        end_token: token appended to text and completions.
-        loss_on: ``completion`` or ``all``.
-        vocab_size: as in `record_data`.
+    """Pack all records for evaluation, with arguments as in `record_data`; documents longer than a row are split.
 
     Returns:
         The batches, and a report without examples.
@@ -201,9 +207,6 @@ def evaluation_data(
     counts |= {"num_held_out_left_out": 0, "num_held_out_lost_tokens": 0, "examples": []}
     report = _report(store, template, pieces, rows, counts, seq_len)
     return EvaluationBatches(RowSource(store, pieces, rows, seq_len), batch_size), report
-
-
-# --- rows and batches ------------------------------------------------------------------------------------------------
 
 
 class RowSource:
@@ -257,9 +260,6 @@ class EvaluationBatches(Sequence[dict[str, np.ndarray]]):
         padding = {name: np.full_like(leaf, IGNORE if name == "labels" else 0) for name, leaf in rows[0].items()}
         rows += [padding] * (self._batch_size - len(rows))
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-# --- packing ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,12 +323,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
     with the least free space that holds it. The distinct free spaces are kept sorted, so a piece costs one bisection:
     O(n log T) comparisons for rows of T tokens, in addition to sorting the lengths.
 
-    Args:
-        lengths: tokens of each piece, from 1 to `seq_len`.
-        seq_len: tokens of a row.
-
-    Returns:
-        The rows; each piece is in exactly one.
+    `lengths` are the tokens of each piece, from 1 to `seq_len`. Each piece is in exactly one row.
 
     Memory:
         About 40 bytes a piece on the host.
@@ -409,9 +404,6 @@ def _count_learned(store: Store, pieces: Pieces) -> np.ndarray:
     return counts
 
 
-# --- split and report ------------------------------------------------------------------------------------------------
-
-
 def _split_documents(store: Store, eval_store: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the training documents and of the evaluation documents."""
     count = len(store.lengths)
@@ -426,12 +418,7 @@ def _split_documents(store: Store, eval_store: Store, fraction: float, seed: int
 
 
 def _report(
-    store: Store,
-    template: ChatTemplate | None,
-    pieces: Pieces,
-    rows: Rows,
-    counts: dict[str, Any],
-    seq_len: int,
+    store: Store, template: ChatTemplate | None, pieces: Pieces, rows: Rows, counts: dict[str, Any], seq_len: int
 ) -> DataReport:
     return DataReport(
         kind=store.kind,

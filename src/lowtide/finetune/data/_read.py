@@ -17,17 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...core import (
-    ConfigError,
-    DataError,
-    ModelFileError,
-    format_bytes,
-    input_file,
-    parse_json,
-    read_input,
-    shortened,
-    shown,
-)
+from ...core import ConfigError, DataError, format_bytes, input_file, parse_json, read_input, shortened, shown
 from ._normalize import Example, as_data_error, parse_list, parse_record
 
 _MOST_LINE_BYTES = 256 * 1024**2
@@ -36,19 +26,13 @@ _MOST_FIELD = 64 * 1024**2
 _BATCH_ROWS = 1024
 _MOST_STATE_BYTES = 16 * 1024**2
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-_NOTE_NAME = re.compile(
-    r"(readme|licen[cs]e|notice|citation|changelog|copying|datasheet)\b|dataset_infos?\.json$", re.I
-)
+_NOTE_NAME = re.compile(r"(?i)(readme|licen[cs]e|notice|citation|changelog|copying|datasheet)\b|dataset_infos?\.json$")
 _EVALUATION_WORDS = {"test", "testing", "validation", "validate", "valid", "val", "dev", "eval", "evaluation"}
 _RawRecords = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def is_records(path: Path) -> bool:
-    """Return whether a path is records and not plain text: a file by its name, a folder by its content.
-
-    Args:
-        path: a file or a folder; any other path is not records.
-    """
+    """Return whether a path is records and not plain text: a file by its name, a folder by its content."""
     if path.is_dir():
         return _find_split(path) is not None or folder_of_records(path) is not None
     return path.is_file() and path.suffix.lower() in _READERS
@@ -175,15 +159,11 @@ def folder_of_records(folder: Path) -> RecordFolder | None:
         return None
     if texts and formats == {".json"}:  # probably the settings of a source tree; records are alone or with notes
         return None
-    evaluation_files = [file for file in records if _is_for_evaluation(file.relative_to(folder))]
+    words = {file: re.split("[^a-z]+", str(file.relative_to(folder)).lower()) for file in records}
+    evaluation_files = [file for file in records if _EVALUATION_WORDS.intersection(words[file])]
     is_evaluation = len(evaluation_files) == len(records)
     training = records if is_evaluation else [file for file in records if file not in set(evaluation_files)]
     return RecordFolder(training, [] if is_evaluation else evaluation_files, other_files, is_evaluation)
-
-
-def _is_for_evaluation(path: Path) -> bool:
-    words = (word for part in path.parts for word in re.split("[^a-z]+", part.lower()))
-    return any(word in _EVALUATION_WORDS for word in words)
 
 
 def _num_bytes(files: list[Path]) -> int:
@@ -253,7 +233,7 @@ def _is_json_lines(path: Path) -> bool:
             return False
         try:
             parse_json(first, str(path))
-        except ModelFileError:
+        except ValueError:  # no object
             return False
         return next(lines, b"").startswith(b"{")
 
@@ -300,10 +280,7 @@ def _read_parquet(path: Path) -> _RawRecords:
 
 
 def _find_split(folder: Path) -> Path | None:
-    """Find the folder of one split in the output of ``save_to_disk``; None for another kind of folder.
-
-    A `DatasetDict` needs a split ``train``, or only one split; otherwise it raises DataError.
-    """
+    """Find the folder of one split in the output of ``save_to_disk``; None for another kind of folder."""
     if (folder / _STATE).is_file():
         return folder
     if not (folder / _SPLITS).is_file():
@@ -321,10 +298,7 @@ def _find_split(folder: Path) -> Path | None:
 
 
 def _read_saved(folder: Path) -> _RawRecords:
-    """Stream the rows of one split that ``save_to_disk`` wrote: a folder with `state.json` and Arrow shards.
-
-    A damaged file, or a selection of rows that is saved as separate indices, raises DataError.
-    """
+    """Stream the rows of one split that ``save_to_disk`` wrote: a folder with `state.json` and Arrow shards."""
     pa = _pyarrow(folder)
     state = _read_metadata(folder, _STATE)
     index_keys = [name for name, value in state.items() if name.startswith("_indices") and value]

@@ -2,5 +2,3 @@
 
 The package `lowtide.memory` exports these functions.
 """
-
-__all__: list[str] = []

@@ -220,7 +220,13 @@ def extrapolate(
         (512, 1048576)
     """
     resolved_target = resolve_target(target)
-    sizes = _check_sizes(sizes, maximum, multiple_of)
+    check_integer("multiple_of", multiple_of)
+    if maximum is not None:
+        check_integer("maximum", maximum, multiple_of, hint="the least maximum is multiple_of")
+    sizes = tuple(sizes)
+    if len(sizes) < 2 or sizes[0] < 1 or any(b <= a for a, b in itertools.pairwise(sizes)):
+        problem = f"sizes must be two or more positive whole numbers that increase, not {sizes}"
+        raise ConfigError(problem, hint="use, for instance, (2, 3, 4)")
     limit_bytes = resolved_target.budget_bytes if limit is None else parse_bytes(limit)
     if limit_bytes is None:
         problem = f"the capacity of {resolved_target.name!r} is unknown"
@@ -241,17 +247,6 @@ def extrapolate(
         report=search.reports[answer],
         following=search.following(answer),
     )
-
-
-def _check_sizes(sizes: Sequence[int], maximum: int | None, multiple_of: int) -> tuple[int, ...]:
-    check_integer("multiple_of", multiple_of)
-    if maximum is not None:
-        check_integer("maximum", maximum, multiple_of, hint="the least maximum is multiple_of")
-    values = tuple(sizes)
-    if len(values) < 2 or values[0] < 1 or any(b <= a for a, b in itertools.pairwise(values)):
-        problem = f"sizes must be two or more positive whole numbers that increase, not {values}"
-        raise ConfigError(problem, hint="use, for instance, (2, 3, 4)")
-    return values
 
 
 def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:

@@ -14,10 +14,11 @@ from ._rules import Finding, leaf_finding
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
-def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
-    """Find names in a policy that no `checkpoint_name` gives; the policy has no effect for a misspelt name."""
+def checkpoint_names(jaxpr: Any) -> Iterator[Finding]:
+    """Find names that only a policy or only a `checkpoint_name` contains."""
     tags, policies = _tags_and_policies(jaxpr)
     mentioned_names = set[str]().union(*(names for _, names in policies))
+    # A policy has no effect for a misspelt name.
     unmatched_tags = {name: size for name, size in tags.items() if name not in mentioned_names}
     for name in sorted(mentioned_names - set(tags)):
         listing = ", ".join(f"{tag} ({format_bytes(size)})" for tag, size in sorted(unmatched_tags.items())) or "none"
@@ -28,22 +29,15 @@ def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
             detail=f"names outside all policies: {listing}",
             remedy="write the name as in jax.ad_checkpoint.checkpoint_name, or remove it from the policy",
         )
-
-
-def unused_names(jaxpr: Any) -> Iterator[Finding]:
-    """Find names that no policy requests or saves, so that their values are recomputed."""
-    tags, policies = _tags_and_policies(jaxpr)
     saved_names = {name for _, names in policies for name, is_saved in names.items() if is_saved}
-    mentioned_names = saved_names.union(*(names for _, names in policies))
-    unused_tags = {
-        tag for tag in tags if tag not in mentioned_names and not any(saves_name(policy, tag) for policy, _ in policies)
-    }
+    # Values of names that no policy requests or saves are recomputed.
+    unused_tags = {tag for tag in unmatched_tags if not any(saves_name(policy, tag) for policy, _ in policies)}
     if not saved_names:
         # Only names inside `jax.checkpoint` count, since libraries name values for optional policies.
         checkpoints = (equation for equation in equations(jaxpr) if "policy" in equation.params)
         inner = (e for checkpoint in checkpoints for body in bodies(checkpoint) for e in equations(body.jaxpr))
         unused_tags &= {e.params["name"] for e in inner if e.primitive.name == "name"}
-    # If policies request only names that do not exist, `unmatched_names` reports them instead.
+    # If policies request only names that do not exist, the findings above suffice.
     if unused_tags and (not saved_names or saved_names & set(tags)):
         yield Finding(
             rule="checkpoint-name-unused",
@@ -138,22 +132,16 @@ def multiplied_out(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
             return [moved_origins[0] if len(moved_origins) == 1 else _Origin()]
         kind, outputs = kind_of(eqn), [_Origin()] * len(eqn.outvars)
         for body in bodies(eqn):
-            inputs = [_Origin()] * len(opened(body.jaxpr).invars)
-            if body.reads is not None:
-                inputs = [
-                    origin if i not in body.carried else _Origin()
-                    for i, origin in enumerate(map(operands.__getitem__, body.reads))
-                ]
+            if body.reads is None:
+                inputs = [_Origin()] * len(opened(body.jaxpr).invars)
+            else:
+                inputs = [_Origin() if i in body.carried else operands[read] for i, read in enumerate(body.reads)]
             results = fold(body.jaxpr, inputs, apply, lambda *_: _Origin())
             outputs = results if kind is not None and kind.only_groups else outputs
         return outputs
 
-    fold(
-        jaxpr,
-        [_Origin(index) if len(var.aval.shape) > 1 else _Origin() for index, var in enumerate(open_jaxpr.invars)],
-        apply,
-        lambda *_: _Origin(),
-    )
+    inputs = [_Origin(index) if len(var.aval.shape) > 1 else _Origin() for index, var in enumerate(open_jaxpr.invars)]
+    fold(jaxpr, inputs, apply, lambda *_: _Origin())
     for index, eqn in equations_by_leaf.items():
         yield Finding(
             rule="adapter-multiplied-out",
@@ -182,9 +170,7 @@ def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
     first_leaves: dict[int, int] = {}
     for index, output in sorted(states.items()):
         formula = formulas.number_of(open_jaxpr.outvars[output])
-        if formula is None:
-            continue
-        first_index = first_leaves.setdefault(formula, index)
+        first_index = index if formula is None else first_leaves.setdefault(formula, index)
         if first_index != index:
             yield leaf_finding(
                 "duplicated-average",

@@ -18,15 +18,7 @@ from ...report import Buffer, MemoryReport
 from ...targets import Target
 from .._analysis import Role, examine
 from .._owners import Owners
-from ._jaxpr_rules import (
-    constants,
-    dtypes,
-    duplicated_averages,
-    multiplied_out,
-    unmatched_names,
-    unused_names,
-    with_runs,
-)
+from ._jaxpr_rules import checkpoint_names, constants, dtypes, duplicated_averages, multiplied_out, with_runs
 from ._rules import Finding, leaf_finding
 
 COMPUTED_ROLES = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
@@ -74,13 +66,10 @@ def lint(
         >>> [finding.rule for finding in lint(lambda w, g: w - 0.1 * g, w, w)]
         ['undonated-state']
     """
-    program = compile_program(
-        fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
-    )
+    program = compile_program(fn, args, kwargs, target, donate_argnums, static_argnums)
     limit = parse_bytes(min_bytes)
     report, owners = examine(program, roles)
-    findings = [*unmatched_names(program.jaxpr), *unused_names(program.jaxpr), *_unused_offload(program, report)]
-    findings += constants(program.jaxpr)
+    findings = [*checkpoint_names(program.jaxpr), *_unused_offload(program, report), *constants(program.jaxpr)]
     if owners is not None:
         findings += [*lint_owners(owners, report, program.jaxpr), *duplicated_averages(program.jaxpr, owners)]
         findings += multiplied_out(program.jaxpr, owners)
@@ -288,7 +277,10 @@ def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         if index is None or buffer is None or flow.phase(value) != "forward" or value not in flow.read_backward:
             continue
         # The compiler makes copies of equal type and size for another layout; a user cannot avoid them.
-        if buffer.path != owners.leaves[index].path or _is_layout_copy(owners, value, index):
+        graph, parameter = flow.graph, owners.parameter_of[index]
+        is_same_type = graph.shape(value).element_type == graph.shape(parameter).element_type
+        is_layout_copy = is_same_type and graph.num_elements(value) <= graph.num_elements(parameter)
+        if buffer.path != owners.leaves[index].path or is_layout_copy:
             continue
         if index not in largest or buffer.num_bytes > largest[index].num_bytes:
             largest[index] = buffer
@@ -345,13 +337,6 @@ def _is_cast_of_frozen(owners: Owners, copy: Buffer, leaf: int) -> bool:
     is_narrower = copy.num_bytes < owners.leaves[leaf].num_bytes
     is_frozen = owners.dataflow.is_differentiated(leaf) and leaf not in owners.replaced.values()
     return is_whole and is_narrower and is_frozen
-
-
-def _is_layout_copy(owners: Owners, value: Value, leaf: int) -> bool:
-    graph = owners.dataflow.graph
-    parameter = owners.parameter_of[leaf]
-    is_same_type = graph.shape(value).element_type == graph.shape(parameter).element_type
-    return is_same_type and graph.num_elements(value) <= graph.num_elements(parameter)
 
 
 # --- copies in loops -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ...targets import Target, resolve_target
 from .._analysis import examine, examine_dump
 from .._owners import Owners
 from ._lint import lint_owners
-from ._remedies import Remedy, ranked, suggest
+from ._remedies import ranked, suggest
 
 _HINT = "call lowtide.memory.remedies(step, *args), which compiles remedies that only change the call of the step"
 
@@ -100,12 +100,11 @@ def _explain(
         if hlo is None:
             raise LookupError("the compiler dumped no buffer assignment")
         report, owners = examine_dump(hlo, resolve_target(target), compilation.stats(), roles)
-        remedies, is_compiled = _suggest_remedies(report, owners), compilation.error is None
         if html is not None:
             report.to_html(html)
-        return _out_of_memory_error(
-            "at run time" if is_compiled else "during compilation", report, remedies, top, is_compiled=is_compiled
-        )
+        is_compiled = compilation.error is None
+        when = "at run time" if is_compiled else "during compilation"
+        return _out_of_memory_error(when, report, owners, top, is_compiled=is_compiled)
     except Exception as failure:  # an error in the explanation must not hide the user's error
         error.add_note(f"lowtide: the explanation failed: {type(failure).__name__}: {failure}")
         return None
@@ -123,10 +122,6 @@ def _failed_compilation(error: Exception, compilations: list[Compilation]) -> Co
         return sum(sizes) - stats.alias_size_in_bytes
 
     return max((c for c in compilations if c.executable is not None), key=required_bytes, default=None)
-
-
-def _suggest_remedies(report: MemoryReport, owners: Owners) -> tuple[Remedy, ...]:
-    return ranked(suggest(report, owners, lint_owners(owners, report)), report)
 
 
 def shortage(
@@ -162,41 +157,37 @@ def shortage(
         '[LT010] out of memory before it ran: the program needs 512 B on one device of this machine (100 B usable)'
     """
     report, owners = examine(program, roles)
-    remedies = () if owners is None else _suggest_remedies(report, owners)
-    return _out_of_memory_error(when, report, remedies, top, budget_bytes, is_compiled=program.error is None, hint=hint)
+    return _out_of_memory_error(when, report, owners, top, budget_bytes, is_compiled=program.error is None, hint=hint)
 
 
 def _out_of_memory_error(
     when: str,
     report: MemoryReport,
-    remedies: tuple[Remedy, ...],
+    owners: Owners | None,
     top: int,
     budget_bytes: int | None = None,
     *,
     is_compiled: bool,
     hint: str = _HINT,
 ) -> OutOfMemoryError:
+    from rich.console import Console
+
+    remedies = () if owners is None else ranked(suggest(report, owners, lint_owners(owners, report)), report)
+    text = io.StringIO()
+    report.print(Console(file=text, width=120, no_color=True), top=top)
     usable = report.target.device_bytes if budget_bytes is None else budget_bytes
     capacity = f"{format_bytes(usable)} usable" if usable is not None else "capacity unknown"
     listing = "\n".join(f"  {number}. {remedy}" for number, remedy in enumerate(remedies[:top], start=1))
     message = (
         f"out of memory {when}: the program needs {format_bytes(report.device_bytes)} on one device of "
         f"{'this machine' if report.target.name == 'here' else report.target.name} ({capacity})\n"
-        f"{_report_text(report, top)}"
+        f"{text.getvalue().rstrip()}"
         + (f"\nremedies, each applied separately:\n{listing}" if listing else "")
         + (f"\n{_live_arrays(report)}" if is_compiled else "")
     )
     error = OutOfMemoryError(message, hint=hint)
     error.report, error.remedies = report, remedies
     return error
-
-
-def _report_text(report: MemoryReport, top: int) -> str:
-    from rich.console import Console
-
-    text = io.StringIO()
-    report.print(Console(file=text, width=120, no_color=True), top=top)
-    return text.getvalue().rstrip()
 
 
 def _live_arrays(report: MemoryReport) -> str:

@@ -226,21 +226,18 @@ def _donations(
         output_buffers = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
         buffer_ids = {id(b) for b in output_buffers if (b.start, b.end) == (0, len(report.moments) - 1)}
         estimate = _saving(report, lambda b, buffer_ids=buffer_ids: float(id(b) in buffer_ids))
+        apply = None
+        if call is not None and isinstance(argument, int):
+            donated = {leaf.argument for leaf in owners.leaves if leaf.donated and isinstance(leaf.argument, int)}
+            apply = call.with_donation(argument, donated, {str(leaf.argument) for leaf in owners.leaves}).compile
         # The saving may be zero: XLA copies a donated argument if the program reads it after writing the result.
         yield Remedy(
             kind="donate",
             action=f"donate argument {argument!r} ({_join_roles(report, paths)})",
             estimated_bytes=estimate,
             range_bytes=(0, estimate),
-            apply=_compile_donated(owners, call, argument),
+            apply=apply,
         )
-
-
-def _compile_donated(owners: Owners, call: _Call | None, argument: int | str) -> Callable[[], Program] | None:
-    if call is None or not isinstance(argument, int):
-        return None
-    donated_positions = {leaf.argument for leaf in owners.leaves if leaf.donated and isinstance(leaf.argument, int)}
-    return call.with_donation(argument, donated_positions, {str(leaf.argument) for leaf in owners.leaves}).compile
 
 
 def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterable[Remedy]:
@@ -251,8 +248,7 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
             action=f"initialise the optimizer with trainable leaves only: {_join_names(frozen_paths)} get no gradient",
             estimated_bytes=_saving(report, lambda b: float(b.phase == "argument" and b.path in frozen_paths)),
         )
-    copied_paths = {f.path for f in findings if f.rule == "residual-copy"}
-    for path in sorted(copied_paths):
+    for path in sorted({f.path for f in findings if f.rule == "residual-copy"}):
         yield Remedy(
             kind="residual-copy",
             action=f"recompute the copy of {path} in the backward pass, or compute it once, outside the loop",
@@ -388,7 +384,8 @@ def _compile_sharded(call: _Call | None, argument: int | str, count: int) -> Cal
 
 
 def _smaller_batch(report: MemoryReport, owners: Owners, call: _Call | None, batch: str) -> Iterable[Remedy]:
-    leaves = [leaf for leaf in owners.leaves if _role_of_leaf(report, leaf) == batch and leaf.kept]
+    rows = zip(owners.leaves, owners.roles, strict=True)
+    leaves = [leaf for leaf, role in rows if role == batch and leaf.kept and leaf.num_bytes]
     graph = owners.dataflow.graph
     shapes = {index: graph.shape(value).dimensions for value, index in owners.parameters.items()}
     batch_shapes = [shapes[index] for index, leaf in enumerate(owners.leaves) if leaf in leaves and index in shapes]
@@ -404,9 +401,8 @@ def _smaller_batch(report: MemoryReport, owners: Owners, call: _Call | None, bat
             return buffer.role == batch
         elements = math.prod(buffer.shape)
         is_computed = buffer.role in COMPUTED_ROLES and buffer.phase != "update"
-        return (
-            is_computed and elements > 1 and elements % length == 0 and tuple(sorted(buffer.shape)) not in weight_shapes
-        )
+        is_weight = tuple(sorted(buffer.shape)) in weight_shapes
+        return is_computed and elements > 1 and elements % length == 0 and not is_weight
 
     apply = None
     argument = (call.job.roles or {}).get(batch) if call is not None else None
@@ -427,10 +423,6 @@ def _halve(leaf: Any) -> Any:
         return leaf
     sharding = getattr(leaf, "sharding", None)
     return jax.ShapeDtypeStruct((leaf.shape[0] // 2, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
-
-
-def _role_of_leaf(report: MemoryReport, leaf: ArgumentLeaf) -> str:
-    return next((b.role for b in report.buffers if b.phase == "argument" and b.path == leaf.path), "")
 
 
 def _join_roles(report: MemoryReport, paths: set[str]) -> str:

@@ -1,16 +1,140 @@
-"""The supported model families, one table for each: Llama and its close relatives, Qwen, Gemma, and gpt-oss."""
+"""The supported model families as data: parameter names, fields of `config.json`, and their meaning.
+
+There is one table (`Family`) for each: Llama and its close relatives, Qwen, Gemma, and gpt-oss.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core import ConfigError, check_choice, shown
 from .._config import DecoderConfig, Experts
-from ._family import Family, expert_parameters, layer_types, names, router_loss, sliding_by_type, write_router_loss
 
 if TYPE_CHECKING:
     from .._schema import ConfigFile
+
+COMMON: Mapping[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Fields of `DecoderConfig` that every family has, and their names in `config.json`."""
+
+_ALWAYS_READ = (
+    "architectures model_type hidden_act rope_theta rope_scaling rope_parameters attention_dropout "
+    "bos_token_id eos_token_id quantization_config"
+).split()
+"""Further fields of `config.json` that are read for every family."""
+IMAGE_MODULES = ("vision_tower", "multi_modal_projector")
+"""Modules of models of images and text that are not read."""
+PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+"""Prefixes of a decoder's module names: in a text model, and in models of images and text of `transformers` since 4.52
+and before 4.52."""
+_ATTN, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
+_NORMS: Mapping[str, str] = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def names(
+    *, attn: str = "q k v o", mlp: str = "gate up down", qk_norm: bool = False, norms: Mapping[str, str] = _NORMS
+) -> dict[str, str]:
+    """Return a table from module paths to Hugging Face names, with ``{layer}`` and ``{expert}`` for indices.
+
+    `norms` maps our names of norms to those of Hugging Face.
+    """
+    return {
+        **{"outer/embed": "model.embed_tokens", "outer/norm": "model.norm", "outer/lm_head": "lm_head"},
+        **{f"layers/{norm}": f"model.layers.{{layer}}.{hf_name}" for norm, hf_name in norms.items()},
+        **{f"layers/attn/{name}_proj": f"{_ATTN}.{name}_proj" for name in attn.split()},
+        **({f"layers/attn/{name}_norm": f"{_ATTN}.{name}_norm" for name in "qk"} if qk_norm else {}),
+        **{f"layers/mlp/{name}_proj": f"{_MLP}.{name}_proj" for name in mlp.split()},
+    }
+
+
+def expert_parameters(gate_up: str = "gate up") -> dict[str, tuple[str, ...]]:
+    """Map the `transformers` parameters of all experts to our modules in them, of which `gate_up` form one matrix."""
+    experts = {"gate_up_proj": gate_up, "down_proj": "down"}
+    return {
+        f"{_MLP}.experts.{parameter}": tuple(f"layers/mlp/experts/{name}" for name in modules.split())
+        for parameter, modules in experts.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of Hugging Face models."""
+
+    model_type: str
+    """``model_type`` in `config.json`."""
+    architecture: str
+    """Name of the class in `transformers`."""
+    names: Mapping[str, str]
+    """Table from paths of modules or single leaves to tensor names in checkpoints."""
+    expert_parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
+    """Table from the `transformers` parameters that hold all experts of a layer, in its order, to the modules whose
+    outputs they concatenate."""
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Fields of `DecoderConfig` with one value for the whole family."""
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Further fields of `DecoderConfig`, and the names in `config.json` that they are copied from."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Defaults for fields missing from `config.json`: those of the family's class in `transformers`."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies if `config.json` has none."""
+    also: Sequence[str] = ()
+    """Further fields of `config.json` that `read` handles."""
+    neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
+    """Fields that may only have one of these values."""
+    stored: Sequence[str] = ()
+    """Fields of ``also`` that the family's class in `transformers` stores but never applies; we ignore them, too."""
+    read: Callable[[ConfigFile], Mapping[str, Any]] = lambda file: {}
+    """Function that returns the fields of `DecoderConfig` that are not copied unchanged."""
+    write: Callable[[DecoderConfig], Mapping[str, Any]] = lambda config: {}
+    """Function that returns the fields of `config.json` that are not copied unchanged."""
+    text_of: str | None = None
+    """Architecture of a model of images and text whose text decoder is also read."""
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Fields of `config.json` that are read."""
+        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *_ALWAYS_READ])
+
+
+def sliding_by_type(file: ConfigFile, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
+    """Return which layers have sliding-window attention: from ``layer_types``, or by layer index if it is missing."""
+    sliding_layers = [is_sliding(index) for index in range(file.num_hidden_layers)]
+    if file.layer_types:
+        sliding_layers = [layer_type == "sliding_attention" for layer_type in file.layer_types]
+    return {"sliding_window": file.sliding_window, "sliding_layers": tuple(sliding_layers)}
+
+
+def layer_types(config: DecoderConfig) -> list[str]:
+    """Return the attention type of each layer as `config.json` names it."""
+    sliding_layers = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
+    return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding_layers]
+
+
+def router_loss(file: ConfigFile) -> float:
+    """Return the coefficient of the load-balancing loss, which ``output_router_logits`` switches on."""
+    return (file.router_aux_loss_coef or 0.0) if file.output_router_logits else 0.0
+
+
+def write_experts(config: DecoderConfig, **hf_names: str) -> dict[str, Any]:
+    """Return the fields of `config.json` for these fields of `Experts`, and for the load-balancing loss."""
+    experts = config.experts
+    assert experts is not None
+    fields = {hf_name: getattr(experts, name) for name, hf_name in hf_names.items()}
+    coef = experts.router_loss_coef
+    return {**fields, "output_router_logits": coef > 0, **({"router_aux_loss_coef": coef} if coef else {})}
+
 
 _LLAMA = Family(
     model_type="llama",
@@ -42,18 +166,7 @@ def _read_mixtral(file: ConfigFile) -> dict[str, Any]:
     }
 
 
-def _write_mixtral(config: DecoderConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
-    return {
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        **write_router_loss(experts),
-    }
-
-
 _MIXTRAL_MOE = "model.layers.{layer}.block_sparse_moe"
-
 _MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -71,7 +184,9 @@ _MIXTRAL = Family(
     also=("num_local_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
     neutral={"router_jitter_noise": (0.0,)},
     read=_read_mixtral,
-    write=_write_mixtral,
+    write=lambda config: write_experts(
+        config, num_experts="num_local_experts", num_experts_per_token="num_experts_per_tok"
+    ),
 )
 
 # OLMo 2: norms only after attention and MLP, and norms over all heads' queries and over all heads' keys.
@@ -108,8 +223,7 @@ def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
     return {
         "partial_rotary_factor": config.rotary_fraction,
         "original_max_position_embeddings": original,
-        # transformers' default pad token is out of range for small vocabularies
-        "pad_token_id": None,
+        "pad_token_id": None,  # transformers' default pad token is out of range for small vocabularies
     }
 
 
@@ -199,22 +313,15 @@ def _read_qwen3_moe(file: ConfigFile) -> dict[str, Any]:
 
 
 def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
+    fields = {"intermediate_size": "moe_intermediate_size", "normalize": "norm_topk_prob"}
     return {
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "norm_topk_prob": experts.normalize,
+        **write_experts(config, num_experts="num_experts", num_experts_per_token="num_experts_per_tok", **fields),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        **write_router_loss(experts),
     }
 
-
-_QWEN_EXPERT = "model.layers.{layer}.mlp.experts.{expert}"
 
 _QWEN3_MOE = dataclasses.replace(
     _QWEN3,
@@ -222,8 +329,8 @@ _QWEN3_MOE = dataclasses.replace(
     architecture="Qwen3MoeForCausalLM",
     names={
         **names(qk_norm=True, mlp=""),
-        "layers/mlp/router": "model.layers.{layer}.mlp.gate",
-        **{f"layers/mlp/experts/{name}": f"{_QWEN_EXPERT}.{name}_proj" for name in ("gate", "up", "down")},
+        "layers/mlp/router": f"{_MLP}.gate",
+        **{f"layers/mlp/experts/{name}": f"{_MLP}.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
     },
     expert_parameters=expert_parameters(),
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
@@ -271,8 +378,7 @@ def _read_gemma2(file: ConfigFile) -> dict[str, Any]:
 
 
 def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    scalar = scale**-2
+    scalar = (config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale) ** -2
     return {
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.final_soft_cap,
@@ -356,30 +462,24 @@ def _read_gpt_oss(file: ConfigFile) -> dict[str, Any]:
 
 
 def _write_gpt_oss(config: DecoderConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts is not None
+    fields = {"num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok"}
     return {
         "attention_bias": True,
         "sliding_window": config.sliding_window,
         "layer_types": layer_types(config),
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "swiglu_limit": experts.limit,
-        **write_router_loss(experts),
+        **write_experts(config, **fields, limit="swiglu_limit"),
     }
 
-
-_GPT_OSS_MLP = "model.layers.{layer}.mlp"
 
 _GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     names={
         **names(mlp=""),
-        "layers/attn/sinks/weight": "model.layers.{layer}.self_attn.sinks",
-        "layers/mlp/router": f"{_GPT_OSS_MLP}.router",
+        "layers/attn/sinks/weight": f"{_ATTN}.sinks",
+        "layers/mlp/router": f"{_MLP}.router",
         **{
-            f"layers/mlp/experts/{name}/{leaf}": f"{_GPT_OSS_MLP}.experts.{name}_proj{suffix}"
+            f"layers/mlp/experts/{name}/{leaf}": f"{_MLP}.experts.{name}_proj{suffix}"
             for name in ("gate_up", "down")
             for leaf, suffix in (("weight", ""), ("bias", "_bias"))
         },
@@ -411,10 +511,6 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """Return the family that defines the names and files of a config's model.
-
-    Raises:
-        ConfigError: when ``config.family`` is not in `FAMILIES`.
-    """
+    """Return the family that defines the names and files of a config's model; ConfigError if there is none."""
     check_choice("family", config.family, [*FAMILIES])
     return FAMILIES[config.family]

@@ -120,14 +120,12 @@ class _Keys:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return an integer."""
         value = self.get(key, default)
         if type(value) is not int or not (0 if default == 0 else 1) <= value < 2**40:
             raise self.error(key, "an integer, the same for all layers", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number."""
         value = self.get(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self.error(key, "a number", value)
@@ -142,7 +140,6 @@ class _Keys:
         return value
 
     def error(self, key: str, expected: str, got: Any) -> ModelFileError:
-        """Return an error for an invalid value."""
         return _error(self.header, self.prefix + key, expected, got)
 
     def check_unread(self) -> None:
@@ -273,7 +270,6 @@ def _scaling_from_metadata(keys: _Keys, kind: Any, original: int) -> dict[str, A
 
 
 def _read_factors(keys: _Keys, place: Place, rotary_dim: int) -> list[float]:
-    """Read the divisors of rotary frequencies."""
     if place.kind.name != "F32" or place.shape != (rotary_dim // 2,):
         expected, got = f"F32 of shape {(rotary_dim // 2,)}", f"{place.kind.name} of {place.shape}"
         raise _error(keys.header, place.name, expected, got)

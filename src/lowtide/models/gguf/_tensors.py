@@ -6,11 +6,10 @@ adds one to Gemma's norms, and stacks the experts of a layer in one tensor.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -30,11 +29,10 @@ _STACKED = re.compile(r"blk\.\d+\.ffn_\w+_exps\.")
 _PERMUTED = re.compile(r"self_attn\.([qk])_proj\.(weight|bias)$")
 
 
-@contextlib.contextmanager
-def open_gguf(
+def map_tensors(
     file: Path, *, layers: int, experts: int, heads: Mapping[str, int], names: Iterable[str]
-) -> Generator[dict[str, GgufTensor], None, None]:
-    """Yield the tensors of a file by Hugging Face name; the caller generates `names`, those of all weights, lazily.
+) -> dict[str, GgufTensor]:
+    """Return the tensors of a file by Hugging Face name; the caller generates `names`, those of all weights, lazily.
 
     `experts` is 1 without a mixture of experts, and `heads` has the numbers of heads of ``"q"`` and ``"k"``. A damaged
     file, and a tensor that is missing or not part of the model, raise ModelFileError.
@@ -47,22 +45,6 @@ def open_gguf(
         if layers * experts > _MOST_EXPERTS:
             problem = f"too many experts, {layers} layers of {experts:,}; at most {_MOST_EXPERTS:,} are supported"
             raise ModelFileError(f"{file}: {problem}", hint=_CONVERT_HINT)
-    yield _map_tensors(header, names, experts, heads)
-
-
-def _check_experts(header: Header, places: Iterable[Place], experts: int) -> None:
-    for place in places:
-        if len(place.shape) != 3 or place.shape[0] != experts:
-            problem = f"the shape of {shown(place.name)} is {place.shape}, but the metadata has {experts} experts"
-            raise ModelFileError(f"{header.file}: {problem}", hint=_CONVERT_HINT)
-
-
-def _missing(header: Header, tensors: str) -> ModelFileError:
-    problem = f"the metadata requires {tensors}, which the file lacks; it has {len(header.places)} tensors"
-    return ModelFileError(f"{header.file}: {problem}", hint=_CONVERT_HINT)
-
-
-def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
     architecture = str(header.fields["general.architecture"])
     translate = tensor_names(architecture)
     tensors: dict[str, GgufTensor] = {}
@@ -80,14 +62,13 @@ def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapp
         permuted = _PERMUTED.search(hf_name) if architecture == "llama" else None
         is_shifted = architecture.startswith("gemma") and hf_name.endswith("norm.weight")
         tensors[hf_name] = GgufTensor(
-            name=place.name,
             file=header.file,
             place=place,
             expert=None if expert is None else int(expert[1]),
             heads=0 if permuted is None else heads[permuted[1]],
             added=1.0 if is_shifted else 0.0,
         )
-    used = {tensor.name for tensor in tensors.values()}
+    used = {tensor.place.name for tensor in tensors.values()}
     if unknown := [name for name in header.places if name not in used and name not in CONSTANTS]:
         problem = f"{header.file}: it has {shown(unknown[0])}, which its metadata does not describe"
         hint = "load the original safetensors, if Lowtide supports the family; this tensor would be ignored"
@@ -95,12 +76,22 @@ def _map_tensors(header: Header, names: Iterable[str], experts: int, heads: Mapp
     return tensors
 
 
+def _check_experts(header: Header, places: Iterable[Place], experts: int) -> None:
+    for place in places:
+        if len(place.shape) != 3 or place.shape[0] != experts:
+            problem = f"the shape of {shown(place.name)} is {place.shape}, but the metadata has {experts} experts"
+            raise ModelFileError(f"{header.file}: {problem}", hint=_CONVERT_HINT)
+
+
+def _missing(header: Header, tensors: str) -> ModelFileError:
+    problem = f"the metadata requires {tensors}, which the file lacks; it has {len(header.places)} tensors"
+    return ModelFileError(f"{header.file}: {problem}", hint=_CONVERT_HINT)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTensor:
     """One weight, which was checked to be inside its file."""
 
-    name: str
-    """Name of the tensor in the file."""
     file: Path
     place: Place
     expert: int | None = None
@@ -112,7 +103,6 @@ class GgufTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
         return self.place.shape if self.expert is None else self.place.shape[1:]
 
     @property
@@ -127,12 +117,10 @@ class GgufTensor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element while it is read."""
         return self._value_dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return self.place.num_bytes if self.expert is None else self.place.num_bytes // self.place.shape[0]
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:

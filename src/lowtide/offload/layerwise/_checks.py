@@ -1,4 +1,4 @@
-"""Checks of a layerwise step: its requirements of an optimizer, and of a `LayerStack` beyond `LayerStack.shapes`.
+"""What a layerwise step requires of an optimizer and of meshes.
 
 An optimizer cannot run inside the backward pass if one leaf's update needs another leaf's gradient.
 """
@@ -12,29 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...core import ConfigError, SelectionError, StructureError, Tree, check_type, leaves_with_paths, match_path
-from ...jaxprs import Kind, bodies, called, equations, fold, kind_of, opened
+from ...core import ConfigError, StructureError, Tree, leaves_with_paths
+from ...jaxprs import Kind, bodies, called, equations, fold, kind_of
 from .._streaming import tracing_for_analysis
-
-RUNNING_HINT = (
-    "use it once, outside of loops, in lowtide.core.linear or lowtide.losses.chunked_cross_entropy; or remove its "
-    "pattern from LayerStack.running"
-)
-
-
-def refuse_metrics(metrics: Tree) -> None:
-    """Raise `StructureError` for metrics of `LayerStack.last` without names, or with names that the step reports."""
-    check_type("the metrics of last", metrics, dict, "a dictionary of scalars", error=StructureError)
-    if taken := ", ".join(sorted({"loss", "grad_norm"} & set(metrics))):
-        raise StructureError(f"last returns a metric named {taken}, which the step reports itself", hint="rename it")
-
-
-def refuse_equal_paths(outer: Tree) -> None:
-    """Raise `StructureError` when two outer leaves have the same path: the path is the key of a leaf's state."""
-    paths = [path for path, _ in leaves_with_paths(outer)]
-    for path in paths:
-        if (count := paths.count(path)) > 1:
-            raise StructureError(f"{count} leaves have the path outer/{path}", hint="rename a key that contains '/'")
 
 
 def refuse_explicit_axes(**trees: Tree) -> None:
@@ -48,38 +28,6 @@ def refuse_explicit_axes(**trees: Tree) -> None:
             hint = "pass axis_types=(jax.sharding.AxisType.Auto,) * num_axes to jax.make_mesh; its default is explicit"
             problem = f"{path}: its mesh has explicit axes ({axes}), which a layerwise step does not support"
             raise ConfigError(problem, hint=hint)
-
-
-def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
-    """Raise `SelectionError` when the patterns of `LayerStack.running` match no outer leaf, as a misspelt name does."""
-    paths = [path for path, _ in leaves_with_paths(outer)]
-    if running and not any(match_path(path, pattern) for path in paths for pattern in running):
-        problem = f"LayerStack.running matches no outer leaf: {', '.join(map(repr, running))}"
-        hint = "name matrices that last multiplies by, such as lm_head/weight, or pass ()"
-        raise SelectionError(problem, expected=f"a pattern for one of {', '.join(paths[:8]) or 'no leaves'}", hint=hint)
-
-
-def check_running(jaxpr: Any, paths: list[str]) -> None:
-    """Raise if a running gradient, one of the first inputs of the jaxpr, would not be added exactly once."""
-    for path, var in zip(paths, jaxpr.invars, strict=False):
-        if _uses(jaxpr, var) != 1:
-            problem = f"outer/{path}: last does not use it exactly once, so its gradient has no running total"
-            got = "no use" if not _uses(jaxpr, var) else "several uses, or one inside a loop or another operation"
-            raise StructureError(problem, got=got, hint=RUNNING_HINT)
-
-
-def _uses(jaxpr: Any, var: Any) -> int:
-    """Count the operations with a custom derivative rule that read a variable; any other reader counts as two."""
-    count = 2 * sum(output is var for output in jaxpr.outvars)
-    for eqn in jaxpr.eqns:
-        positions = [position for position, operand in enumerate(eqn.invars) if operand is var]
-        kind = kind_of(eqn)
-        if positions and kind in (Kind.CALL, Kind.REMAT):
-            inner = opened(called(eqn))
-            count += sum(_uses(inner, inner.invars[position]) for position in positions)
-        elif positions:
-            count += 1 if kind is Kind.CUSTOM_VJP and len(positions) == 1 else 2
-    return count
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:

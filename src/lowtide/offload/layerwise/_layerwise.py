@@ -24,6 +24,7 @@ from ...core import (
     LayerStack,
     LowtideError,
     PlacementError,
+    SelectionError,
     Selector,
     StructureError,
     Tree,
@@ -37,6 +38,7 @@ from ...core import (
     leaf_bytes,
     leaves_with_paths,
     map_with_paths,
+    match_path,
     memory_space,
     microbatch_weights,
     num_layers,
@@ -52,7 +54,6 @@ from .._host_memory import (
     DEVICE,
     HOST,
     SPACES,
-    default_device,
     entry_shape,
     index_after,
     put,
@@ -64,14 +65,7 @@ from .._host_memory import (
 )
 from .._optimizer import check_chunk, check_transformation, is_offloaded, replicated, state_shardings
 from .._streaming import Entry, part_of_parameters, refuse_other_type, stream
-from ._checks import (
-    refuse_coupled,
-    refuse_equal_paths,
-    refuse_explicit_axes,
-    refuse_metrics,
-    refuse_unmatched,
-    refuse_unusable,
-)
+from ._checks import refuse_coupled, refuse_explicit_axes, refuse_unusable
 from ._passes import StackPasses
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
@@ -275,9 +269,17 @@ class LayerwiseStep:
         if not num_layers(layers):
             hint = "use lt.value_and_grad and an optimizer for a model without layers"
             raise StructureError("the stack has no layers", hint=hint)
-        refuse_equal_paths(outer)
+        paths, running = [path for path, _ in leaves_with_paths(outer)], self.stack.running
+        for path in paths:  # the path is the key of a leaf's state
+            if (count := paths.count(path)) > 1:
+                hint = "rename a key that contains '/'"
+                raise StructureError(f"{count} leaves have the path outer/{path}", hint=hint)
         refuse_explicit_axes(outer=outer, layers=layers)
-        refuse_unmatched(self.stack.running, outer)
+        if running and not any(match_path(path, pattern) for path in paths for pattern in running):
+            problem = f"LayerStack.running matches no outer leaf: {', '.join(map(repr, running))}"
+            expected = f"a pattern for one of {', '.join(paths[:8]) or 'no leaves'}"
+            hint = "name matrices that last multiplies by, such as lm_head/weight, or pass ()"
+            raise SelectionError(problem, expected=expected, hint=hint)
         # A Python number has no memory space, so it becomes an array.
         outer = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, float | int) else x, outer)
         trainable, frozen = partition({"outer": outer, "layers": layers}, self.wrt)
@@ -286,7 +288,17 @@ class LayerwiseStep:
             problem = "no stacked leaf, below 'layers', is selected for training"
             got = ", ".join(path for path, _ in leaves_with_paths(trainable))
             raise StructureError(problem, got=got, hint="use lowtide.value_and_grad if the layers need no gradients")
-        trainable, frozen = (_place_parameters(tree, self.place) for tree in (trainable, frozen))
+
+        def place_leaf(name: str, leaf: Any) -> Any:
+            is_on_host = self.place[name] == "host" and _can_move_to_host(leaf, is_stacked=name == "layers")
+            # `to_device` also commits arrays to the device. Otherwise the second step, which gets the results of the
+            # first, would compile again.
+            return to_host(leaf) if is_on_host else to_device(leaf)
+
+        trainable, frozen = (
+            {name: jax.tree.map(functools.partial(place_leaf, name), tree[name]) for name in ("outer", "layers")}
+            for tree in (trainable, frozen)
+        )
         refuse_coupled(_scope_optimizer(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
         shapes = jax.tree.map(_shape, trainable["outer"])
         for path, _ in leaves_with_paths(shapes):
@@ -320,25 +332,15 @@ class LayerwiseStep:
         _refuse_other_state(state, frozen)
         self._check_places(state, frozen)
         refuse_explicit_axes(batch=batch)
+        clip = self.clip
         with products_explained(self.parameters(state, frozen)):
-            return self._run(self._step(state, frozen, batch))
-
-    def _run(self, step: _Step) -> tuple[LayerwiseState, dict[str, Any]]:
-        if self.clip is not None and self.clip.mode == "exact":
-            norm, layers = step.measure()
-            # `measure` may write layers back in place, so the update continues with the layers that it returned.
-            measured_step = dataclasses.replace(step, state=dataclasses.replace(step.state, layers=layers))
-            return measured_step.update(self.clip.factor(norm), jnp.isfinite(norm))
-        if self.clip is not None and self.clip.mode == "previous":
-            return step.update(self.clip.factor(step.state.grad_norm))
-        return step.update(None)
-
-    def _step(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> _Step:
-        batches, loss_weights = self._batches(batch)
-        return _Step(
-            settings=self,
-            state=state,
-            passes=StackPasses(
+            if self.num_microbatches == 1:  # leaves without a leading axis need no split
+                batches = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), batch)
+                loss_weights = jnp.ones(1, jnp.float32)
+            else:
+                batches = split_batch(batch, self.num_microbatches)
+                loss_weights = fractions(microbatch_weights(self.weight, batches, self.num_microbatches))
+            passes = StackPasses(
                 stack=self.stack,
                 frozen_outer=frozen["outer"],
                 frozen_layers=frozen["layers"],
@@ -346,18 +348,17 @@ class LayerwiseStep:
                 loss_weights=loss_weights,
                 num_layers=num_layers(state.layers),
                 inputs_space=SPACES[self.place["inputs"]],
-            ),
-        )
-
-    def _batches(self, batch: Tree) -> tuple[Tree, Any]:
-        """Return the microbatches, and the weight of each in the loss."""
-        if self.num_microbatches == 1:  # leaves without a leading axis need no split
-            return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), batch), jnp.ones(1, jnp.float32)
-        batches = split_batch(batch, self.num_microbatches)
-        return batches, fractions(microbatch_weights(self.weight, batches, self.num_microbatches))
+            )
+            if clip is not None and clip.mode == "exact":
+                norm, layers = _Step(settings=self, state=state, passes=passes).measure()
+                # `measure` may write layers back in place, so the update continues with the layers that it returned.
+                measured_step = _Step(settings=self, state=dataclasses.replace(state, layers=layers), passes=passes)
+                return measured_step.update(clip.factor(norm), jnp.isfinite(norm))
+            factor = clip.factor(state.grad_norm) if clip is not None and clip.mode == "previous" else None
+            return _Step(settings=self, state=state, passes=passes).update(factor)
 
     def _check_places(self, state: LayerwiseState, frozen: Tree) -> None:
-        if not default_device().addressable_memories():
+        if not traced_device().addressable_memories():
             return  # compile-only GPUs have no host memory; memory reports use the declared placement
         trees = (
             ("outer", False, (state.outer, frozen["outer"])),
@@ -394,11 +395,8 @@ class _Step:
     """A batch and the state before its step; every method is pure."""
 
     settings: LayerwiseStep
-    """The optimizer, places and options."""
     state: LayerwiseState
-    """The state that the step consumes."""
     passes: StackPasses
-    """The passes over the batch."""
 
     def measure(self) -> tuple[Any, Tree]:
         """Compute the norm of all gradients, without keeping them; return it with the stacked leaves."""
@@ -413,7 +411,7 @@ class _Step:
 
         after = zero_after(squares)
         squares, boundary = self.passes.backward(lambda _: layers, inputs, boundary, consume, squares, after)
-        grads = _add_shared(self._first_gradients(first, boundary), shared)
+        grads = self._first_gradients(first, boundary, shared)
         return jnp.sqrt(squares + _square_norm(grads)), layers
 
     def update(self, factor: Any, is_finite: Any = True) -> tuple[LayerwiseState, dict[str, Any]]:
@@ -445,7 +443,7 @@ class _Step:
         carry = (layers, state.layers_opt, squares)
         carry, boundary = self.passes.backward(lambda carry: carry[0], inputs, boundary, consume, carry, after)
         layers, layers_opt, squares = carry
-        grads = _add_shared(self._first_gradients(first, boundary), shared)
+        grads = self._first_gradients(first, boundary, shared)
         squares = squares + _square_norm(grads)
         guard = self._guard(squares, loss, is_finite)
         remaining, remaining_opt = self._update_outer(grads, factor, loss, guard)
@@ -468,7 +466,10 @@ class _Step:
         layer = jax.tree.map(entry_shape, combine(self.state.layers, passes.frozen_layers))
         stack = passes.stack
         h, metrics = stack.shapes(combine(outer, frozen), layer, batch)
-        refuse_metrics(metrics)
+        check_type("the metrics of last", metrics, dict, "a dictionary of scalars", error=StructureError)
+        if taken := ", ".join(sorted({"loss", "grad_norm"} & set(metrics))):
+            problem = f"last returns a metric named {taken}, which the step reports itself"
+            raise StructureError(problem, hint="rename it")
         first = _find_paths_read_by(lambda o, f, b: stack.first(combine(o, f), b), outer, frozen, batch)
         last = _find_paths_read_by(lambda o, f, h, b: stack.last(combine(o, f), h, b), outer, frozen, h, batch)
         for path, _ in leaves_with_paths(outer):
@@ -480,8 +481,14 @@ class _Step:
     def _select_outer(self, paths: frozenset[str]) -> Tree:
         return _select_paths(self.state.outer, paths)
 
-    def _first_gradients(self, paths: frozenset[str], boundary: Tree) -> Tree:
-        return self.passes.first(self._select_outer(paths), boundary) if paths else self._select_outer(paths)
+    def _first_gradients(self, paths: frozenset[str], boundary: Tree, shared: Tree) -> Tree:
+        """Return the gradients of `first`, plus those of `last` for shared leaves."""
+        grads, shared_by_path = self._select_outer(paths), dict(leaves_with_paths(shared))
+
+        def add(path: str, leaf: Any) -> Any:
+            return leaf + put(shared_by_path[path], DEVICE).astype(leaf.dtype) if path in shared_by_path else leaf
+
+        return map_with_paths(add, self.passes.first(grads, boundary)) if paths else grads
 
     def _store_shared(self, grads: Tree, paths: frozenset[str]) -> Tree:
         """Move gradients that are kept until the end of the backward pass to the memory of their parameters."""
@@ -526,18 +533,7 @@ def _without_paths(tree: Tree, paths: frozenset[str]) -> Tree:
     return _select_paths(tree, {path for path, _ in leaves_with_paths(tree)} - paths)
 
 
-def _add_shared(grads: Tree, shared: Tree) -> Tree:
-    """Return the gradients of `first`, plus those of `last` for shared leaves."""
-    shared_by_path = dict(leaves_with_paths(shared))
-
-    def add(path: str, leaf: Any) -> Any:
-        return leaf + put(shared_by_path[path], DEVICE).astype(leaf.dtype) if path in shared_by_path else leaf
-
-    return map_with_paths(add, grads)
-
-
 def _find_paths_read_by(fn: Callable[..., Any], outer: Tree, *other_args: Tree) -> frozenset[str]:
-    """Return the paths of the leaves of `outer` that a function of it reads."""
     jaxpr = jax.make_jaxpr(fn)(outer, *other_args).jaxpr
     used_variables = variables_read(jaxpr)
     paths = [path for path, _ in leaves_with_paths(outer)]
@@ -582,7 +578,11 @@ def _update(
         result = optax.apply_updates(params, updates), new_state
         if guard is None:
             return result
-        return jax.tree.map(functools.partial(_select_by_guard, guard), result, (params, opt))
+
+        def select(new: Any, old: Any) -> Any:  # a changed shape or dtype is refused elsewhere, with the leaf's name
+            return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
+
+        return jax.tree.map(select, result, (params, opt))
 
     def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
         return params if into is None else into, opt
@@ -596,11 +596,6 @@ def _update(
 def _is_8_bit(leaf: Any) -> bool:
     """Return whether a state leaf has 8-bit elements; it is streamed, so only a block of it exists in float32."""
     return leaf.ndim > 1 and leaf.dtype.itemsize == 1
-
-
-def _select_by_guard(guard: Any, new: Any, old: Any) -> Any:
-    """Choose the new or the old value; values whose shape or dtype changed are refused elsewhere, with their name."""
-    return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
 
 
 def _update_layer(
@@ -670,18 +665,6 @@ def _can_move_to_host(leaf: Any, *, is_stacked: bool) -> bool:
     return len(entry) > 1 or leaf_bytes(jax.ShapeDtypeStruct(entry, leaf.dtype)) >= 2**20
 
 
-def _place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
-    """Place the trees ``{"outer", "layers"}``, each leaf in its memory."""
-
-    def place_leaf(name: str, leaf: Any) -> Any:
-        is_on_host = place[name] == "host" and _can_move_to_host(leaf, is_stacked=name == "layers")
-        # `to_device` also commits arrays to the device. Otherwise the second step, which gets the results of the first,
-        # would compile again.
-        return to_host(leaf) if is_on_host else to_device(leaf)
-
-    return {name: jax.tree.map(functools.partial(place_leaf, name), tree[name]) for name in ("outer", "layers")}
-
-
 def _initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, opt_place: str) -> LayerwiseState:
     """Make the state of step 0 for placed parameters; for shapes, return shapes."""
     space = SPACES[opt_place]
@@ -700,7 +683,12 @@ def _initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, 
         return jax.tree.map(lambda x: put(x, space) if _can_move_to_host(x, is_stacked=False) else x, state)
 
     count = num_layers(layers)
-    _refuse_empty_selection(tx, outer, layers)
+    try:  # the optimizer's error if it selects no parameter at all; selecting none in one part is no error
+        jax.eval_shape(lambda outer, layers: tx.init({"outer": outer, "layers": read(layers, 0)}), outer, layers)
+    except LowtideError:
+        raise
+    except Exception:  # noqa: S110, BLE001 -- labels or masks that fit parts alone
+        pass
     return LayerwiseState(
         step=_zero_scalar(layers, jnp.int32),
         outer=outer,
@@ -711,16 +699,6 @@ def _initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, 
         layers_opt=_make_sharded(make_layers, layers),
         grad_norm=_zero_scalar(layers, jnp.result_type(float)),
     )
-
-
-def _refuse_empty_selection(tx: optax.GradientTransformation, outer: Tree, layers: Tree) -> None:
-    """Raise the optimizer's error if it selects no parameter at all; selecting none in one part is no error."""
-    try:
-        jax.eval_shape(lambda outer, layers: tx.init({"outer": outer, "layers": read(layers, 0)}), outer, layers)
-    except LowtideError:
-        raise
-    except Exception:  # noqa: S110, BLE001 -- labels or masks that fit parts alone
-        pass
 
 
 def _make_sharded(make: Callable[[Tree], Tree], params: Tree) -> Tree:

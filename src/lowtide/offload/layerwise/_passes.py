@@ -12,7 +12,6 @@ axis is [(L + 1) * M], because libtpu slices arrays in host memory along one axi
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +33,13 @@ from ...core import (
     path_str,
     recomputed,
 )
-from ...jaxprs import make_jaxpr
+from ...jaxprs import Kind, called, kind_of, make_jaxpr, opened
 from .._host_memory import DEVICE, entry_shape, fetch, index_after, read, warn_of_tall_tiles, write, zero_buffer
-from ._checks import RUNNING_HINT, check_running
 
+_RUNNING_HINT = (
+    "use it once, outside of loops, in lowtide.core.linear or lowtide.losses.chunked_cross_entropy; or remove its "
+    "pattern from LayerStack.running"
+)
 Carry = Any
 Consume = Callable[[Carry, Any, Tree, Tree], Carry]
 """``consume(carry, i, layer, grads) -> carry`` uses the gradients of block i."""
@@ -49,7 +51,6 @@ class StackPasses:
 
     stack: LayerStack
     frozen_outer: Tree
-    """Outer leaves that do not train."""
     frozen_layers: Tree
     """Stacked leaves that do not train, on the host or on the device."""
     batches: Tree
@@ -63,16 +64,9 @@ class StackPasses:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches, M."""
         return self.loss_weights.shape[0]
 
-    @property
-    def boundary_space(self) -> Any:
-        """Memory space of the boundary; with one microbatch it never leaves the device."""
-        return DEVICE if self.num_microbatches == 1 else self.inputs_space
-
     def batch(self, m: Any) -> Tree:
-        """Return microbatch m."""
         return read(self.batches, m)
 
     def forward(self, outer: Tree, layers: Tree, after: Tree) -> tuple[Tree, Tree, Tree]:
@@ -84,11 +78,11 @@ class StackPasses:
         outer_on_device = fetch(combine(outer, self.frozen_outer), after)
         h = jax.eval_shape(self.stack.first, outer_on_device, self.batch(0))
         inputs = zero_buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
-        boundary = zero_buffer(h, (self.num_microbatches,), self.boundary_space)
         # With one microbatch the boundary is on the device, and a block's input is written when the block starts. With
         # several, the boundary is on the host. XLA would route a copy from host to host through the device. So a
         # block's output is written instead, as the input of the next block.
         is_single = self.num_microbatches == 1
+        boundary = zero_buffer(h, (self.num_microbatches,), DEVICE if is_single else self.inputs_space)
 
         def enter(m: Any, carry: Carry) -> Carry:
             inputs, boundary = carry
@@ -125,7 +119,12 @@ class StackPasses:
         and the boundary of cotangents for the last block.
         """
         trained, frozen = fetch((outer, self.frozen_outer), boundary)
-        running_paths = self._running_paths(trained)
+        running_paths = frozenset(
+            path
+            for path, leaf in leaves_with_paths(trained)
+            if leaf.dtype == jnp.promote_types(leaf.dtype, jnp.float32)
+            and any(match_path(path, pattern) for pattern in self.stack.running)
+        )
 
         def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
             """Compute the loss, metrics, gradients (running totals for `running_paths`), and the cotangent of h."""
@@ -144,7 +143,11 @@ class StackPasses:
         def visit(m: Any, carry: Carry) -> Carry:
             values, totals, boundary = carry
             loss, metrics, grads, dh = grads_of(m, read(boundary, m), totals)
-            contribution = functools.partial(self._contribution, m)
+
+            def contribution(value: Any) -> Any:
+                # Zero at weight 0, also if the value is 0/0, as in a mean of no tokens.
+                return value if value.dtype == jax.dtypes.float0 else if_active(self._is_active(m), value)
+
             values = jax.tree.map(
                 lambda total, value: total + contribution(value * self.loss_weights[m].astype(total.dtype)),
                 values,
@@ -176,8 +179,17 @@ class StackPasses:
         def body(k: Any, state: Carry) -> Carry:
             i = self.num_layers - 1 - k + after
             carry, boundary = state
-            layer = read(layers(carry), i)
-            grads, boundary = self._block_grads(layer, read(self.frozen_layers, i), i, inputs, boundary)
+            layer, frozen = read(layers(carry), i), read(self.frozen_layers, i)
+
+            def grads_of(m: Any, boundary: Tree) -> tuple[Tree, Tree]:
+                def run(trained: Tree, h: Tree) -> Tree:
+                    return recomputed(self.stack.block)(combine(trained, frozen), h, self.batch(m))
+
+                dh = _read_cotangents(boundary, m)
+                grads, dh = jax.vjp(run, layer, read(inputs, self._input_index(i, m)))[1](dh)
+                return grads, _write_cotangents(boundary, dh, m)
+
+            grads, boundary = self._sum_gradients(grads_of, layer, boundary)
             return consume(carry, index_after(i, boundary), layer, grads), boundary
 
         return jax.lax.fori_loop(0, self.num_layers, body, (carry, boundary))
@@ -191,15 +203,6 @@ class StackPasses:
             return jax.vjp(run, outer_on_device)[1](_read_cotangents(boundary, m))[0], carry
 
         return self._sum_gradients(grads_of, outer_on_device, ())[0]
-
-    def _running_paths(self, outer: Tree) -> frozenset[str]:
-        """Return the paths of the leaves whose gradient the model can add to a running total."""
-        return frozenset(
-            path
-            for path, leaf in leaves_with_paths(outer)
-            if leaf.dtype == jnp.promote_types(leaf.dtype, jnp.float32)
-            and any(match_path(path, pattern) for pattern in self.stack.running)
-        )
 
     def _check_running_totals(
         self, trained: Tree, frozen: Tree, running_paths: frozenset[str], totals: dict[str, Any], boundary: Tree
@@ -219,27 +222,16 @@ class StackPasses:
             if RunningGradient.__name__ not in str(error):
                 raise
             problem = f"last uses a leaf of LayerStack.running in another operation: {', '.join(paths)}"
-            raise StructureError(problem, got=str(error), hint=RUNNING_HINT) from error
-        check_running(closed.jaxpr, paths)
-
-    def _contribution(self, m: Any, value: Any) -> Any:
-        """Return a microbatch's contribution; zero at weight 0, also if the value is 0/0, as in a mean of no tokens."""
-        return value if value.dtype == jax.dtypes.float0 else if_active(self._is_active(m), value)
+            raise StructureError(problem, got=str(error), hint=_RUNNING_HINT) from error
+        for path, var in zip(paths, closed.jaxpr.invars, strict=False):
+            if (num_uses := _num_uses(closed.jaxpr, var)) != 1:
+                problem = f"outer/{path}: last does not use it exactly once, so its gradient has no running total"
+                got = "several uses, or one inside a loop or another operation" if num_uses else "no use"
+                raise StructureError(problem, got=got, hint=_RUNNING_HINT)
 
     def _is_active(self, m: Any) -> Any:
         """Return whether a microbatch has a weight; None if it is the only one."""
         return None if self.num_microbatches == 1 else self.loss_weights[m] != 0
-
-    def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, boundary: Tree) -> tuple[Tree, Tree]:
-        def grads_of(m: Any, boundary: Tree) -> tuple[Tree, Tree]:
-            def run(trained: Tree, h: Tree) -> Tree:
-                return recomputed(self.stack.block)(combine(trained, frozen), h, self.batch(m))
-
-            dh = _read_cotangents(boundary, m)
-            grads, dh = jax.vjp(run, layer, read(inputs, self._input_index(i, m)))[1](dh)
-            return grads, _write_cotangents(boundary, dh, m)
-
-        return self._sum_gradients(grads_of, layer, boundary)
 
     def _sum_gradients(
         self, grads_of: Callable[[Any, Carry], tuple[Tree, Carry]], like: Tree, carry: Carry
@@ -257,13 +249,26 @@ class StackPasses:
         return _cast_like(total, like), carry
 
     def _input_index(self, i: Any, m: Any) -> Any:
-        """Return the position in `inputs` of the input of block i for microbatch m."""
         return i * self.num_microbatches + m
 
     def _loop_microbatches(self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
         if self.num_microbatches == 1:
             return visit(0, carry)
         return jax.lax.fori_loop(0, self.num_microbatches, visit, carry)
+
+
+def _num_uses(jaxpr: Any, var: Any) -> int:
+    """Count the operations with a custom derivative rule that read a variable; any other reader counts as two."""
+    count = 2 * sum(output is var for output in jaxpr.outvars)
+    for eqn in jaxpr.eqns:
+        positions = [position for position, operand in enumerate(eqn.invars) if operand is var]
+        kind = kind_of(eqn)
+        if positions and kind in (Kind.CALL, Kind.REMAT):
+            inner = opened(called(eqn))
+            count += sum(_num_uses(inner, inner.invars[position]) for position in positions)
+        elif positions:
+            count += 1 if kind is Kind.CUSTOM_VJP and len(positions) == 1 else 2
+    return count
 
 
 def _write_back(layers: Tree, layer: Tree, i: Any) -> Tree:

@@ -7,7 +7,7 @@ along other axes are replaced by gathers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,17 +25,27 @@ def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
     """Raise for calls that JAX cannot lower on a mesh with automatic axes; JAX's error has no source line."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
-    match = next(_undivided_calls(jaxpr, axes, platform), None)
-    if match is None:
-        return
-    call_name, location, auto_axes = match
-    raise StructureError(
-        f"{name}: {call_name}{location and f' at {location}'} cannot run in a pipeline whose mesh has other axes",
-        expected=f"a mesh with only the pipeline's axis, or a call in a jax.shard_map over {', '.join(auto_axes)}",
-        hint="wrap the call: jax.shard_map(call, in_specs=P(), out_specs=P(), "
-        f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({auto_axes[0]!r}) for sharded rows; for a call with "
-        "a custom_vjp, wrap the function that has it",
-    )
+
+    def enter(eqn: Any, _: Any, context: tuple[Sequence[str], str]) -> tuple[Sequence[str], str]:
+        auto_axes, location = context
+        manual_axes = eqn.params["newly_manual_axes"] if kind_of(eqn) is Kind.SHARD_MAP else ()
+        is_kernel_body = kind_of(eqn) is Kind.KERNEL
+        remaining_axes = () if is_kernel_body else [axis for axis in auto_axes if axis not in manual_axes]
+        return remaining_axes, source_line(eqn) or location
+
+    for eqn, (auto_axes, enclosing_line) in walk(jaxpr, (axes, ""), enter):
+        is_kernel = kind_of(eqn) is Kind.KERNEL and platform == "tpu" and not eqn.params["interpret"]
+        if not auto_axes or not (is_kernel or eqn.primitive.name == "pure_callback"):
+            continue
+        call_name = "pallas_call" if is_kernel else "jax.pure_callback"
+        location = source_line(eqn) or enclosing_line
+        raise StructureError(
+            f"{name}: {call_name}{location and f' at {location}'} cannot run in a pipeline whose mesh has other axes",
+            expected=f"a mesh with only the pipeline's axis, or a call in a jax.shard_map over {', '.join(auto_axes)}",
+            hint="wrap the call: jax.shard_map(call, in_specs=P(), out_specs=P(), "
+            f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({auto_axes[0]!r}) for sharded rows; for a call "
+            "with a custom_vjp, wrap the function that has it",
+        )
 
 
 _COLLECTIVES = {
@@ -48,29 +58,34 @@ _COLLECTIVES = {
 
 
 def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
-    """Raise for collectives along the pipeline's axis, or that some devices do not reach: others would wait forever.
-
-    `name` is the name of the function of the stack.
-    """
+    """Raise for collectives along the pipeline's axis, or that some devices do not reach: others would wait forever."""
     for eqn, location in _with_source_lines(jaxpr):
-        collective = eqn.primitive.name
         if kind_of(eqn) is Kind.SHARD_MAP:
             specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
             if any(axis in (entry if isinstance(entry, tuple) else (entry,)) for spec in specs for entry in spec):
                 raise _spec_error(axis, location, f"one of {', '.join(map(str, specs))}")
         if axis in _collective_axes(eqn):
             raise StructureError(
-                f"{name}: {collective} runs along {axis!r}{location and f' at {location}'}, and would wait for ranks "
-                "of the pipeline that run other passes",
+                f"{name}: {eqn.primitive.name} runs along {axis!r}{location and f' at {location}'}, and would wait for "
+                "ranks of the pipeline that run other passes",
                 hint="pass values between stages as leaves of h; for a sum over layers, let blocks add to a leaf of h",
             )
-    for operation, axes, location in _divergent_branches(jaxpr):
-        raise StructureError(
-            f"{name}: {operation}{location and f' at {location}'} is decided separately by each device "
-            f"along {', '.join(axes)}, although its branches or their gradients contain collectives along that axis",
-            hint=f"decide for all devices, for instance by jax.lax.psum(score, {axes[0]!r}) > 0; or pass replicated "
-            f"weights as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are summed outside",
-        )
+    for eqn, location in _with_source_lines(jaxpr):
+        kind = kind_of(eqn)
+        if kind not in (Kind.BRANCH, Kind.WHILE):
+            continue
+        predicate = eqn.invars[0] if kind is Kind.BRANCH else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
+        inner_axes = {
+            axis for body in bodies(eqn) for inner in equations(body.jaxpr) for axis in _collective_axes(inner)
+        }
+        if axes := sorted(predicate.aval.manual_axis_type.varying & inner_axes):
+            where = location and f" at {location}"
+            raise StructureError(
+                f"{name}: {eqn.primitive.name}{where} is decided separately by each device along {', '.join(axes)}, "
+                "although its branches or their gradients contain collectives along that axis",
+                hint=f"decide for all devices, for instance by jax.lax.psum(score, {axes[0]!r}) > 0; or pass replicated"
+                f" weights as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are summed outside",
+            )
 
 
 def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | None:
@@ -136,53 +151,11 @@ def _collective_axes(eqn: Any) -> tuple[Any, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def _divergent_branches(jaxpr: Any) -> Iterator[tuple[str, list[str], str]]:
-    """Yield branches and loops whose predicate varies along an axis of a collective inside them."""
-    for eqn, location in _with_source_lines(jaxpr):
-        kind = kind_of(eqn)
-        if kind in (Kind.BRANCH, Kind.WHILE):
-            predicate = eqn.invars[0] if kind is Kind.BRANCH else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
-            varying = predicate.aval.manual_axis_type.varying
-            axes = {axis for body in bodies(eqn) for inner in equations(body.jaxpr) for axis in _collective_axes(inner)}
-            if varying & axes:
-                yield eqn.primitive.name, sorted(varying & axes), location
-
-
-def _undivided_calls(jaxpr: Any, axes: Sequence[str], platform: str) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Yield calls of foreign code, their lines, and the automatic axes of the mesh around them."""
-
-    def enter(eqn: Any, _: Any, context: tuple[Sequence[str], str]) -> tuple[Sequence[str], str]:
-        axes, location = context
-        manual_axes = eqn.params["newly_manual_axes"] if kind_of(eqn) is Kind.SHARD_MAP else ()
-        is_kernel_body = kind_of(eqn) is Kind.KERNEL
-        remaining_axes = () if is_kernel_body else [axis for axis in axes if axis not in manual_axes]
-        return remaining_axes, source_line(eqn) or location
-
-    for eqn, (remaining_axes, context) in walk(jaxpr, (axes, ""), enter):
-        is_kernel = kind_of(eqn) is Kind.KERNEL and platform == "tpu" and not eqn.params["interpret"]
-        if remaining_axes and (is_kernel or eqn.primitive.name == "pure_callback"):
-            call_name = "pallas_call" if is_kernel else "jax.pure_callback"
-            yield call_name, source_line(eqn) or context, remaining_axes
-
-
 # In XLA's CPU client, all devices of a program take part in a collective permute, and the client cannot tell the
 # permutes of a `shard_map` apart. If a rank's block sends along another axis, it can receive data that another rank
 # sends in the same tick (jaxlib 0.10.2 to 0.12.0). A gather involves only the devices of one group. TPUs and GPUs send
 # from device to device, so their programs keep permutes. Known inefficiency: a CPU device holds the data that all
 # devices of its group send.
-
-
-def wrap_without_permutes(fn: Callable[..., Any], axis: str) -> Callable[..., Any]:
-    """Make a function that applies `without_permutes` to a function of trees of arrays."""
-
-    def run(*args: Any) -> Any:
-        closed, shapes = make_jaxpr(fn)(*args)
-        rewritten = without_permutes(closed, axis)
-        if rewritten is closed:
-            return fn(*args)
-        return jax.tree.unflatten(jax.tree.structure(shapes), jex.jaxpr_as_fun(rewritten)(*jax.tree.leaves(args)))
-
-    return run
 
 
 def without_permutes(jaxpr: Any, axis: str, shard_map_params: Any = None) -> Any:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
 from jax.sharding import PartitionSpec
 
 from ...core import (
@@ -46,9 +47,10 @@ from ..split import (
     Value,
     at,
     put,
+    replace_leaves,
     trace_split,
 )
-from ._collectives import refuse_collectives, refuse_undivided_calls, without_permutes, wrap_without_permutes
+from ._collectives import refuse_collectives, refuse_undivided_calls, without_permutes
 from ._layout import Layout
 
 # A pass is a loop of zero or one iterations, so that it changes buffers and gradient totals in place. A `switch` would
@@ -117,7 +119,9 @@ class Program:
         """Return the arrays that `gradients` holds from its first tick to its last; arguments as in `gradients`."""
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = run.begin()
-        buffer_names = dict.fromkeys(residual.buffer for part in run.parts.values() for residual in part.residuals)
+        buffer_names = dict.fromkeys(
+            residual.waiting.buffer for part in run.parts.values() for residual in part.residuals
+        )
         return ResidentArrays(
             {name: (state["buffers"][name].shape, state["buffers"][name].dtype) for name in buffer_names},
             [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
@@ -133,7 +137,6 @@ class Program:
         )
 
     def traced_last(self, h: Tree) -> Any:
-        """Trace `last` to a jaxpr."""
         loss_weight = jax.ShapeDtypeStruct((), jnp.float32)
         return make_jaxpr(self.last)(self.trainable["outer"], self.frozen["outer"], h, loss_weight, self.batch)[0].jaxpr
 
@@ -142,7 +145,7 @@ class Program:
         inexact_h = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, h)
 
         def loss(trainable: Tree, inexact_h: Tree) -> tuple[Any, Tree]:
-            return self.stack.last(combine(trainable, frozen), _replace_leaves(h, inexact_h), batch)
+            return self.stack.last(combine(trainable, frozen), replace_leaves(h, inexact_h), batch)
 
         value, vjp, metrics = jax.vjp(loss, trainable, inexact_h, has_aux=True)
         grads, dh = vjp(loss_weight.astype(value.dtype))
@@ -189,8 +192,16 @@ class Program:
         return without_permutes(jaxpr, self.axis) if self.platform == "cpu" else jaxpr
 
     def run_without_permutes(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose collectives do not involve other ranks."""
-        return wrap_without_permutes(fn, self.axis) if self.platform == "cpu" else fn
+        """Return a function of trees of arrays whose collectives do not involve other ranks."""
+
+        def run(*args: Any) -> Any:
+            closed, shapes = make_jaxpr(fn)(*args)
+            rewritten = self.remove_permutes(closed)
+            if rewritten is closed:
+                return fn(*args)
+            return jax.tree.unflatten(jax.tree.structure(shapes), jex.jaxpr_as_fun(rewritten)(*jax.tree.leaves(args)))
+
+        return run if self.platform == "cpu" else fn
 
     def shard_rows(self, tree: Tree) -> Tree:
         """Shard the rows of arrays; otherwise XLA may gather them and shard them along the axes of weights."""
@@ -255,7 +266,6 @@ class _Forward:
         return tables(self.program.schedule, self.program.layout.layers_per_stage, forward_only=True)
 
     def begin(self) -> State:
-        """Return empty buffers and totals."""
         h = jax.tree.leaves(self.shapes.h)
         return {
             "messages": [jnp.zeros((self.tables.num_messages, *s.shape), s.dtype) for s in h],
@@ -294,7 +304,6 @@ class _Forward:
         return state
 
     def _run(self, run: Callable[[State, State, Tree], State], state: State, cell: State) -> State:
-        """Run a pass if the tick has it."""
         # A microbatch of weight 0 is skipped, so NaN in its activations or loss has no effect.
         has_weight = at(self.loss_weights, cell["microbatch"]) != 0
 
@@ -323,7 +332,6 @@ class _Forward:
         return {**_run_if(cell["is_last"] == 1, last, state, (h, batch)), "F": jax.tree.leaves(h)}
 
     def _first_row(self, chunk: Any) -> Any:
-        """Return the first row of a stage."""
         return chunk * self.program.layout.longest
 
     def _stage_weights(self, chunk: Any) -> Tree:
@@ -331,7 +339,6 @@ class _Forward:
         return jax.tree.map(lambda leaf: Rows(leaf, self._first_row(chunk)), self.layers)
 
     def _message(self, state: State, cell: State) -> Tree:
-        """Return the message that the pass reads."""
         tree = jax.tree.structure(self.shapes.h)
         return tree.unflatten([at(buffer, cell["message"]) for buffer in state["messages"]])
 
@@ -355,7 +362,6 @@ class _Forward:
         return arrivals
 
     def _store_messages(self, state: State, cell: State, arrivals: Arrivals) -> State:
-        """Store arrived values in their message slots."""
         messages = state["messages"]
         for name, leaves in arrivals.items():
 
@@ -394,7 +400,7 @@ class _Run(_Forward):
         uses come on top. So schedules are made for decreasing limits until all of these fit into the limit in bytes.
         The first few that fit are simulated, and the fastest is chosen. Raises `ScheduleError` when none is found.
         """
-        saved_values = [saved_value for part in self.parts.values() for saved_value in part.saved_values()]
+        saved_values = [residual.waiting for part in self.parts.values() for residual in part.residuals]
         lengths, limit = self.program.layout.layers_per_stage, self.program.memory_limit
         if limit is None:
             schedule = self.program.schedule.fitted(self.costs)
@@ -415,7 +421,10 @@ class _Run(_Forward):
                 fitting.append((simulate(schedule, self.costs, lockstep=True).makespan, sizes[-1], schedule, table))
             return sizes[-1]
 
-        limit_units = min(limit / self._unit_bytes(), 2 * self._max_residual_memory())
+        unit = self._unit_bytes()
+        # Memory of a rank that keeps the values of all microbatches.
+        most = sum(size / unit for size in self._stage_bytes()) * chunks * self.program.schedule.num_microbatches
+        limit_units = min(limit / unit, 2 * most)
         while (
             len(fitting) < _NUM_FITTING and limit_units > _NO_RESIDUALS and (size := try_limit(limit_units)) is not None
         ):
@@ -436,18 +445,12 @@ class _Run(_Forward):
             hint='raise it, or use smaller microbatches, more stages, remat=True or inputs="host"',
         )
 
-    def _max_residual_memory(self) -> float:
-        """Return the memory of a rank that holds the residuals of all microbatches, in the unit of `_costs`."""
-        parts = (self.costs.input_residuals, self.costs.weight_residuals, self.costs.cotangents)
-        stage_memory = sum(max(part) if isinstance(part, Sequence) else part for part in parts)
-        return stage_memory * self.program.schedule.stages_per_rank * self.program.schedule.num_microbatches
-
     def _buffer_bytes(self, schedule_tables: Tables) -> int:
         """Return the bytes of buffers and messages on the devices of a rank."""
         residuals = [residual for part in self.parts.values() for residual in part.residuals if not residual.is_on_host]
-        sizes = {residual.buffer: residual.value.size_bytes for residual in residuals}
+        sizes = {residual.waiting.buffer: residual.value.size_bytes for residual in residuals}
         h = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes.h))
-        buffer_bytes = sum(schedule_tables.num_slots[name] * size for name, size in sizes.items())
+        buffer_bytes = sum(max(schedule_tables.used[name]) * size for name, size in sizes.items())
         return buffer_bytes + schedule_tables.num_messages * h
 
     def _costs(self) -> Costs:
@@ -462,21 +465,28 @@ class _Run(_Forward):
             costs[-1] += last if name == "input" else 0
             return tuple(costs)
 
-        saved_bytes = self.parts["blocks"].saved_bytes
-        unit = self._unit_bytes()
+        input_residuals, weight_residuals, cotangents = (size / self._unit_bytes() for size in self._stage_bytes())
         return Costs(
             forward=stage_costs("forward"),
             input=stage_costs("input"),
             weight=stage_costs("weight"),
-            input_residuals=saved_bytes(Pass.FORWARD, Pass.INPUT) / unit,
-            weight_residuals=saved_bytes(Pass.FORWARD, Pass.WEIGHT) / unit,
-            cotangents=saved_bytes(Pass.INPUT, Pass.WEIGHT) / unit,
+            input_residuals=input_residuals,
+            weight_residuals=weight_residuals,
+            cotangents=cotangents,
         )
+
+    def _stage_bytes(self) -> list[int]:
+        """Return the bytes that passes of a stage leave for one microbatch: F for I, F for W, and I for W.
+
+        Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
+        """
+        kept = self.parts["blocks"].split.kept
+        pairs = ((Pass.FORWARD, Pass.INPUT), (Pass.FORWARD, Pass.WEIGHT), (Pass.INPUT, Pass.WEIGHT))
+        return [sum(value.size_bytes for value in kept.get(pair, ())) for pair in pairs]
 
     def _unit_bytes(self) -> int:
         """Return the bytes that the forward pass of a stage leaves for one microbatch."""
-        saved_bytes = self.parts["blocks"].saved_bytes
-        return max(saved_bytes(Pass.FORWARD, Pass.INPUT) + saved_bytes(Pass.FORWARD, Pass.WEIGHT), 1)
+        return max(sum(self._stage_bytes()[:2]), 1)
 
     def _traced(self) -> Iterator[tuple[str, Any]]:
         yield from ((name, part.split.traced) for name, part in self.parts.items())
@@ -486,8 +496,9 @@ class _Run(_Forward):
         buffers: State = {}
         for part in self.parts.values():
             for residual in part.residuals:
-                if residual.buffer not in buffers:
-                    buffers[residual.buffer] = _empty_buffer(residual, self.tables.num_slots[residual.buffer])
+                buffer = residual.waiting.buffer
+                if buffer not in buffers:
+                    buffers[buffer] = _empty_buffer(residual, max(self.tables.used[buffer]))
         for name in ("outer", "layers"):
             for i, leaf in enumerate(jax.tree.leaves(self.trainable[name])):
                 buffers[f"{name}/{i}"] = _zero_total(leaf)
@@ -495,7 +506,6 @@ class _Run(_Forward):
         return {**state, "buffers": buffers, "I": [jnp.zeros_like(leaf) for leaf in state["F"]]}
 
     def totals(self, state: State, name: str) -> Tree:
-        """Return the gradient totals of the ``outer`` leaves or of the ``layers``."""
         tree = jax.tree.structure(self.trainable[name])
         return tree.unflatten([state["buffers"][f"{name}/{i}"] for i in range(tree.num_leaves)])
 
@@ -520,18 +530,14 @@ class _Run(_Forward):
         message = self._message(state, cell)  # in the last stage: activations of its forward pass
         # The message of the last stage is no cotangent: its cotangent starts at zero, and `_last` computes it.
         dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), message)
-        dy, state = _run_if(
-            is_last,
-            lambda carry, arguments: self._last(carry[1], *arguments),
-            (dy, state),
-            (message, loss_weight, batch),
-        )
-        buffers = state["buffers"]
-        first_row = self._first_row(cell["chunk"])
-        dx, buffers = self.parts["blocks"].input(
-            buffers, cell, first_row, *self._stage(cell), dy, batch, cell["num_layers"]
-        )
-        dx = _replace_leaves(dy, dx)
+
+        def last(carry: tuple[Tree, State], arguments: tuple[Tree, Any, Tree]) -> tuple[Tree, State]:
+            return self._last(carry[1], *arguments)
+
+        dy, state = _run_if(is_last, last, (dy, state), (message, loss_weight, batch))
+        stage = (self._first_row(cell["chunk"]), *self._stage(cell))
+        dx, buffers = self.parts["blocks"].input(state["buffers"], cell, *stage, dy, batch, cell["num_layers"])
+        dx = replace_leaves(dy, dx)
 
         def first(buffers: State, arguments: tuple[State, Tree, Tree]) -> State:
             cell, *microbatch_arguments = arguments
@@ -549,13 +555,12 @@ class _Run(_Forward):
         for i, grad in enumerate(jax.tree.leaves(grads)):
             buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)
         state = self._add_loss({**state, "buffers": buffers}, loss_weight, value, metrics)
-        return _replace_leaves(jax.tree.map(jnp.zeros_like, h), dh), state
+        return replace_leaves(jax.tree.map(jnp.zeros_like, h), dh), state
 
     def _weight(self, state: State, cell: State, batch: Tree) -> State:
-        outer, hoisted, first_row = self.outer, self.hoisted, self._first_row(cell["chunk"])
-        buffers = self.parts["blocks"].weight(
-            state["buffers"], cell, first_row, *self._stage(cell), batch, cell["num_layers"]
-        )
+        outer, hoisted = self.outer, self.hoisted
+        stage = (self._first_row(cell["chunk"]), *self._stage(cell))
+        buffers = self.parts["blocks"].weight(state["buffers"], cell, *stage, batch, cell["num_layers"])
 
         def first(buffers: State, arguments: tuple[State, Tree]) -> State:
             cell, batch = arguments
@@ -567,7 +572,7 @@ class _Run(_Forward):
         """Return the weights of the tick's stage, and the hoisted values that were computed from them."""
         chunk, num_chunks = cell["chunk"], self.program.schedule.stages_per_rank
         hoisted: list[Any] = []
-        for stacked, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.of(Pass.HOISTED), strict=True):
+        for stacked, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.hoisted, strict=True):
             rows = Rows(stacked, chunk * (stacked.shape[0] // num_chunks))
             hoisted.append(rows if value.struct.shape else at(stacked, chunk))
         return self._stage_weights(chunk), tuple(hoisted)
@@ -630,14 +635,9 @@ def _false_like(leaf: Any) -> Any:
     return (leaf.astype(jnp.int32) & 1) == 2
 
 
-def _replace_leaves(tree: Tree, replacements: Tree) -> Tree:
-    """Replace leaves of a tree by the others that are not None."""
-    return jax.tree.map(lambda old, new: old if new is None else new, tree, replacements)
-
-
-# Passes on buffers. `TracedSplit` passes values between passes as arrays. Between the ticks of a program they are in
-# buffers, where a loop over layers writes and reads its rows directly. So a residual is never in memory twice. Values
-# of one shape that a pass leaves share a buffer.
+# Passes on buffers. Between the ticks of a program, values between passes are in buffers, where a loop over layers
+# writes and reads its rows directly. So a residual is never in memory twice. Values of one shape that a pass leaves
+# share a buffer.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -647,98 +647,58 @@ class _Residual:
     value: Value
     producer: Pass
     last_reader: Pass
-    """The pass that reads it last."""
-    shape: jax.ShapeDtypeStruct
     num_rows: int
     """Number of rows that a loop writes one by one; 1 for a value that is written whole."""
     is_on_host: bool
-    """Whether it is offloaded to the host."""
-    buffer: str
-    """Buffer that it shares with all values of this shape that the pass leaves."""
+    waiting: Waiting
+    """Its slots, in a buffer that it shares with all values of this shape that the pass leaves."""
 
 
 class _InPlacePasses:
     """The passes of one part of the model. `totals` are the buffers to which the gradients of its weights are added."""
 
     def __init__(self, name: str, split: TracedSplit, totals: Sequence[str]) -> None:
-        self.name, self.split, self.totals = name, split, totals
-        self.residuals = [
-            _residual(split, value, *producer_and_reader)
-            for producer_and_reader, values in split.kept.items()
-            for value in values
-            if producer_and_reader[0] > 0
-        ]
-
-    def column(self, index: int) -> str:
-        """Return the table column with the slots of a residual."""
-        return f"{self.name}/{index}"
-
-    def saved_values(self) -> list[Waiting]:
-        """List the values that occupy slots of buffers."""
-        return [
-            Waiting(self.column(i), self.name, residual.producer.name[0], residual.last_reader.name[0], residual.buffer)
-            for i, residual in enumerate(self.residuals)
-        ]
-
-    def saved_bytes(self, producer: Pass, last_reader: Pass) -> int:
-        """Return the bytes that one pass of a microbatch leaves and another pass frees.
-
-        Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
-        """
-        return sum(
-            residual.value.size_bytes
-            for residual in self.residuals
-            if (residual.producer, residual.last_reader) == (producer, last_reader)
-        )
+        self.split, self.totals = split, totals
+        self.residuals: list[_Residual] = []
+        for (producer, last_reader), values in split.kept.items():
+            for value in values if producer is not Pass.HOISTED else []:
+                column = f"{name}/{len(self.residuals)}"
+                self.residuals.append(_residual(split, value, producer, last_reader, name, column))
 
     def forward(
-        self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree
+        self, buffers: Buffers, cell: State, weights: Tree, hoisted: Any, x: Tree, *extras: Tree
     ) -> tuple[Tree, Buffers]:
         """Run the forward pass; return the stage's result and the buffers."""
-        env = self.split.env(weights, hoisted, extras)
-        env.update(zip(self.split.arguments.x_values, self.split.arguments.x_arrays(x), strict=True))
+        env = self.split.env(weights, hoisted, extras) | self.split.x.env(x)
         buffers = self._run(Pass.FORWARD, env, buffers, cell, 0)
-        return self.split.results(env, buffers), buffers
+        return self.split.read(self.split.y, env, buffers), buffers
 
     def input(
-        self,
-        buffers: Buffers,
-        cell: dict[str, Any],
-        first_row: Any,
-        weights: Tree,
-        hoisted: Any,
-        dy: Tree,
-        *extras: Tree,
+        self, buffers: Buffers, cell: State, first_row: Any, weights: Tree, hoisted: Any, dy: Tree, *extras: Tree
     ) -> tuple[Tree, Buffers]:
         """Run the input pass; return the gradient of the input and the buffers.
 
         `cell` has table entries by column. `first_row` is the first row of the stage in the totals.
         """
-        env = self.split.env(weights, hoisted, extras)
-        env.update(zip(self.split.arguments.dy_values, self.split.arguments.dy_arrays(dy), strict=True))
+        env = self.split.env(weights, hoisted, extras) | self.split.dy.env(dy)
         buffers = self._run(Pass.INPUT, env, buffers, cell, first_row)
-        return self.split.dx(env, buffers), buffers
+        return self.split.read(self.split.dx, env, buffers), buffers
 
     def weight(
-        self, buffers: Buffers, cell: dict[str, Any], first_row: Any, weights: Tree, hoisted: Any, *extras: Tree
+        self, buffers: Buffers, cell: State, first_row: Any, weights: Tree, hoisted: Any, *extras: Tree
     ) -> Buffers:
         """Run the weight pass; return the buffers. The arguments are those of `input`."""
         return self._run(Pass.WEIGHT, self.split.env(weights, hoisted, extras), buffers, cell, first_row)
 
-    def _run(self, pass_: Pass, env: Environment, buffers: Buffers, cell: dict[str, Any], first_row: Any) -> Buffers:
+    def _run(self, pass_: Pass, env: Environment, buffers: Buffers, cell: State, first_row: Any) -> Buffers:
         buffers = dict(buffers)
-        slots = {
-            residual.value: Slot(residual.buffer, cell[self.column(i)] * residual.num_rows)
-            for i, residual in enumerate(self.residuals)
-        }
-        env.update(
-            (residual.value, slots[residual.value])
-            for residual in self.residuals
-            if residual.producer < pass_ <= residual.last_reader
-        )
-        saved_slots = {
-            residual.value: slots[residual.value] for residual in self.residuals if residual.producer is pass_
-        }
+        saved_slots: dict[Value, Slot] = {}
+        for residual in self.residuals:
+            slot = Slot(residual.waiting.buffer, cell[residual.waiting.column] * residual.num_rows)
+            if residual.producer is pass_:
+                saved_slots[residual.value] = slot
+            elif residual.producer < pass_ <= residual.last_reader:
+                env[residual.value] = slot
         gradients = self.split.gradients(pass_)
         totals = {
             atom: Slot(self.totals[i], first_row) for i, atom in gradients if self.split.plan.can_accumulate_rows(atom)
@@ -751,26 +711,26 @@ class _InPlacePasses:
         return buffers
 
 
-def _residual(split: TracedSplit, value: Value, producer: Pass, last_reader: Pass) -> _Residual:
+def _residual(split: TracedSplit, value: Value, producer: Pass, last_reader: Pass, part: str, column: str) -> _Residual:
     shape = value.struct
     is_stacked = split.plan.is_stacked(value)
     # If a loop reads some rows of a buffer and writes others, the compiler copies the buffer. So the buffer's name
     # contains the pass that writes it, and later passes only read it.
     is_on_host = value.aval.memory_space == jax.memory.Space.Host
     kind = f"{producer.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
-    name = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
-    return _Residual(value, producer, last_reader, shape, shape.shape[0] if is_stacked else 1, is_on_host, name)
+    buffer = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
+    waiting = Waiting(column, part, producer.name[0], last_reader.name[0], buffer)
+    return _Residual(value, producer, last_reader, shape.shape[0] if is_stacked else 1, is_on_host, waiting)
 
 
 def _empty_buffer(residual: _Residual, num_slots: int) -> Any:
     """Make a buffer with `num_slots` slots in the memory space of its residual."""
-    dims = (num_slots, *residual.shape.shape)
-    if "rows/" in residual.buffer:
-        dims = (num_slots * residual.num_rows, *residual.shape.shape[1:])
+    shape = residual.value.struct.shape
+    dims = (num_slots * residual.num_rows, *shape[1:]) if "rows/" in residual.waiting.buffer else (num_slots, *shape)
     if not residual.is_on_host:
-        return jnp.zeros(dims, residual.shape.dtype)
+        return jnp.zeros(dims, residual.value.struct.dtype)
     # The buffer is made row by row, so it is never whole on the device.
-    row = jnp.zeros(dims[1:], residual.shape.dtype)
+    row = jnp.zeros(dims[1:], residual.value.struct.dtype)
     return lax.scan(lambda _, __: (None, jax.device_put(row, jax.memory.Space.Host)), None, length=dims[0])[1]
 
 
@@ -810,16 +770,6 @@ def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_h
         h = jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT_NAME) if _can_wait_on_host(leaf) else leaf, h)
         return block(layer, h, batch)
 
-    return jax.checkpoint(named_block, policy=_offload_policy(policy), prevent_cse=False)
-
-
-def _can_wait_on_host(leaf: Any) -> bool:
-    """Return whether it is an array of rows. A TPU cannot slice a single half-precision vector from host memory."""
-    return leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _offload_policy(policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a policy that offloads a block's input to the host and delegates everything else to `policy`."""
     offload_input = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[_INPUT_NAME],
@@ -832,4 +782,9 @@ def _offload_policy(policy: Callable[..., Any] | None) -> Callable[..., Any]:
             return offload_input(primitive, *args, **params)
         return policy(primitive, *args, **params)
 
-    return decide
+    return jax.checkpoint(named_block, policy=decide, prevent_cse=False)
+
+
+def _can_wait_on_host(leaf: Any) -> bool:
+    """Return whether it is an array of rows. A TPU cannot slice a single half-precision vector from host memory."""
+    return leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -53,18 +53,15 @@ class Layout:
         return self.num_rows == self.num_layers
 
     def layers_of(self, stage: int) -> range:
-        """Return the layers of a stage."""
         begin = sum(self.layers_per_stage[:stage])
         return range(begin, begin + self.layers_per_stage[stage])
 
     def rows(self) -> np.ndarray:
         """Return the layer of every row, shape [R * V * K]."""
-        stage_rows: list[np.ndarray] = []
-        for stage in self._stages_in_row_order():
-            layers = self.layers_of(stage)
-            # A stage without layers copies a layer of a neighbouring stage.
-            stage_rows.append(np.minimum(layers.start + np.arange(self.longest), max(layers.stop - 1, 0)))
-        return np.concatenate(stage_rows)
+        stages = [self.layers_of(stage) for stage in self._stages_in_row_order()]
+        # A stage without layers copies a layer of a neighbouring stage.
+        rows = [np.minimum(layers.start + np.arange(self.longest), max(layers.stop - 1, 0)) for layers in stages]
+        return np.concatenate(rows)
 
     def positions(self) -> np.ndarray:
         """Return the row of every layer, shape [L]."""

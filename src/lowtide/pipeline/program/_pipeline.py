@@ -134,7 +134,13 @@ def value_and_grad(
         Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Narayanan et al., "Efficient Large-Scale Language
         Model Training on GPU Clusters Using Megatron-LM", SC 2021.
     """
-    _refuse_wrong_types(stack, schedule, mesh, axis, weight, remat, layers_per_stage, batch_axes, memory_limit)
+    hint = "make one from three functions: LayerStack(first, block, last)"
+    check_type("stack", stack, LayerStack, "a lowtide.LayerStack", hint=hint, error=StructureError)
+    hint = 'make one with lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)'
+    check_type("schedule", schedule, Schedule, "a lowtide.pipeline.Schedule", hint=hint)
+    check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh", hint="make one with lowtide.train.make_mesh(stage=4)")
+    check_type("axis", axis, str, "the name of one axis of the mesh", hint='pass axis="stage"')
+    _refuse_wrong_types(weight, remat, layers_per_stage, batch_axes, memory_limit)
     _refuse_other_mesh(schedule, mesh, axis, batch_axes)
     _refuse_other_stages(schedule, layers_per_stage)
     _refuse_other_inputs(inputs, remat)
@@ -236,30 +242,22 @@ class Pipeline:
         # Rows of a microbatch, rounded up to a multiple of the parts into which its rows are sharded.
         size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
         num_full, num_even_rows = rows // size, rows - rows % size
-        prepared_weights = self._prepare(outer, layers)
+        prepared = self._prepare(outer, layers)
         with self._name_available_leaves(outer=outer, batch=batch):
-            means, weights = self._evaluate_rows(prepared_weights, batch, slice(0, num_even_rows), num_full, 0)
+            means, weights = self._evaluate_rows(prepared, batch, slice(0, num_even_rows), num_full, 0)
             if num_even_rows == rows:
                 return _refuse_differentiation(means)
             last_rows = slice(num_even_rows, rows)
-            remainder, weight = self._evaluate_rows(prepared_weights, batch, last_rows, 1, num_full)
+            remainder, weight = self._evaluate_rows(prepared, batch, last_rows, 1, num_full)
         even_fraction, remainder_fraction = fractions(jnp.stack([weights, weight]))
-
-        def weighted_mean(mean: Any, remainder_mean: Any) -> Any:
-            return even_fraction * mean + remainder_fraction * remainder_mean
-
-        return _refuse_differentiation(jax.tree.map(weighted_mean, means, remainder))
+        means = jax.tree.map(lambda even, last: even_fraction * even + remainder_fraction * last, means, remainder)
+        return _refuse_differentiation(means)
 
     def _evaluate_rows(
-        self,
-        prepared_weights: tuple[Layout, Tree, Tree],
-        batch: Tree,
-        rows: slice,
-        num_microbatches: int,
-        first_index: int,
+        self, prepared: tuple[Layout, Tree, Tree], batch: Tree, rows: slice, num_microbatches: int, first_index: int
     ) -> tuple[tuple[Any, Tree], Any]:
         """Compute loss and metrics of some rows, and their weight; keys of microbatches count from `first_index`."""
-        layer_layout, trainable, frozen = prepared_weights
+        layer_layout, trainable, frozen = prepared
         batch = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, batch)
         batches, weights = self._microbatches(batch, num_microbatches, first_index)
         program = self._program(layer_layout, trainable, frozen, batches)
@@ -489,7 +487,6 @@ def _refuse_differentiation(results: Tree) -> Tree:
 
 
 def _refuse_different_rows(batch: Tree) -> None:
-    """Raise if batch leaves have different numbers of rows."""
     rows: dict[int, str] = {}
     for path, leaf in leaves_with_paths(batch):
         if jnp.ndim(leaf):
@@ -506,10 +503,8 @@ def _refuse_other_rows(layers: Tree, layer_layout: Layout) -> None:
     for leaf in jax.tree.leaves(layers):
         if leaf.shape[:1] != (layer_layout.num_rows,):
             got = f"{leaf.shape[0]}" if leaf.shape else "a scalar"
-            raise StructureError(
-                f"layers in the order of ranks must have {layer_layout.num_rows} rows, not {got}",
-                hint="arrange them: layers = pipeline.arrange(layers)",
-            )
+            problem = f"layers in the order of ranks must have {layer_layout.num_rows} rows, not {got}"
+            raise StructureError(problem, hint="arrange them: layers = pipeline.arrange(layers)")
 
 
 def _shape_struct(leaf: Any) -> Any:
@@ -541,7 +536,6 @@ def _platform(mesh: Mesh | AbstractMesh) -> str:
 
 
 def _refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Sequence[str] | None) -> None:
-    """Raise for a mesh that lacks an axis, or has axes of another size or type."""
     if axis not in mesh.shape:
         names = " or ".join(map(repr, mesh.shape)) or "'stage'"
         raise ConfigError(f"the mesh has no axis {axis!r}", hint=f"pass axis={names}, or another mesh")
@@ -553,10 +547,8 @@ def _refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Se
             hint="set num_stages of the schedule to ranks times stages per rank",
         )
     if mesh.shape.get(CONTEXT, 1) > 1:
-        raise ConfigError(
-            f"a pipeline cannot shard the tokens of a row along an axis {CONTEXT!r} yet",
-            hint=f"for long rows use make_mesh({CONTEXT}=..., fsdp=...) without a pipeline; else drop axis {CONTEXT!r}",
-        )
+        hint = f"for long rows use make_mesh({CONTEXT}=..., fsdp=...) without a pipeline; else drop axis {CONTEXT!r}"
+        raise ConfigError(f"a pipeline cannot shard the tokens of a row along an axis {CONTEXT!r} yet", hint=hint)
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
         types = ", ".join(map(str, mesh.axis_types))
         hint = "use lowtide.train.make_mesh(stage=...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names)"
@@ -564,14 +556,12 @@ def _refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Se
     names, other_axes = list(batch_axes or ()), [name for name in mesh.shape if name != axis]
     if len(set(names)) < len(names) or not set(names) <= set(other_axes):
         candidates = " or ".join(map(repr, other_axes)) or "no axis"
-        raise ConfigError(
-            f"batch_axes must name {candidates}, each at most once, not {', '.join(map(repr, names))}",
-            hint=f"leave it out to shard rows along {', '.join(BATCH_AXES[:-1])} and {BATCH_AXES[-1]}",
-        )
+        problem = f"batch_axes must name {candidates}, each at most once, not {', '.join(map(repr, names))}"
+        hint = f"leave it out to shard rows along {', '.join(BATCH_AXES[:-1])} and {BATCH_AXES[-1]}"
+        raise ConfigError(problem, hint=hint)
 
 
 def _refuse_unused_limit(schedule: Schedule, memory_limit: int | None) -> None:
-    """Raise for a memory limit of 0, or a limit for a schedule that is already made."""
     if memory_limit is None:
         return
     check_integer("memory_limit in bytes", memory_limit, hint='pass memory_limit="4 GiB", or None')
@@ -584,7 +574,6 @@ def _refuse_unused_limit(schedule: Schedule, memory_limit: int | None) -> None:
 
 
 def _refuse_other_inputs(inputs: str, remat: Any) -> None:
-    """Raise for an unknown memory of block inputs, or for inputs on the host without recomputation."""
     hint = 'pass inputs="host" to keep them in host memory until the backward pass'
     check_choice("inputs", inputs, ("device", "host"), hint=hint)
     if inputs == "host" and remat is False:
@@ -602,10 +591,9 @@ def _refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | N
         )
     counts = [len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]
     if len(set(counts)) > 1:
-        raise ConfigError(
-            f"{schedule.name}: ranks have different numbers of stages, {', '.join(map(str, counts))}",
-            hint="give every rank the same number of stages; with layers_per_stage a stage may have 0 layers",
-        )
+        problem = f"{schedule.name}: ranks have different numbers of stages, {', '.join(map(str, counts))}"
+        hint = "give every rank the same number of stages; with layers_per_stage a stage may have 0 layers"
+        raise ConfigError(problem, hint=hint)
     tables(schedule, [1] * schedule.num_stages)  # raises for consecutive stages on ranks that are not neighbours
 
 
@@ -620,25 +608,7 @@ def _warn_of_deadlock(mesh: Mesh, axis: str) -> None:
         )
 
 
-def _refuse_wrong_types(
-    stack: Any,
-    schedule: Any,
-    mesh: Any,
-    axis: Any,
-    weight: Any,
-    remat: Any,
-    layers_per_stage: Any,
-    batch_axes: Any,
-    memory_limit: Any,
-) -> None:
-    """Raise for arguments of `value_and_grad` of the wrong type."""
-    hint = "make one from three functions: LayerStack(first, block, last)"
-    check_type("stack", stack, LayerStack, "a lowtide.LayerStack", hint=hint, error=StructureError)
-    hint = 'make one with lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)'
-    check_type("schedule", schedule, Schedule, "a lowtide.pipeline.Schedule", hint=hint)
-    check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh", hint="make one with lowtide.train.make_mesh(stage=4)")
-    check_type("axis", axis, str, "the name of one axis of the mesh", hint='pass axis="stage"')
-
+def _refuse_wrong_types(weight: Any, remat: Any, layers_per_stage: Any, batch_axes: Any, memory_limit: Any) -> None:
     def is_numbers(value: Any) -> bool:
         return isinstance(value, Sequence | np.ndarray) and all(isinstance(item, int | np.integer) for item in value)
 

@@ -69,10 +69,8 @@ def place_stages(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
 
 def _alternate(forwards: Sequence[Action], inputs: Sequence[Action], num_ahead: int) -> list[Action]:
     """Order `num_ahead` forward passes, then alternate forward and input passes, then the remaining input passes."""
-    order = list(forwards[:num_ahead])
-    for forward, backward in itertools.zip_longest(forwards[num_ahead:], inputs):
-        order += [action for action in (forward, backward) if action is not None]
-    return order
+    alternating = itertools.chain.from_iterable(itertools.zip_longest(forwards[num_ahead:], inputs))
+    return [*forwards[:num_ahead], *(action for action in alternating if action is not None)]
 
 
 def _breadth_first(num_ranks: int, chunks: int, num_microbatches: int) -> Iterator[_Orders]:
@@ -442,7 +440,6 @@ def place_weights(
 
 
 def _memory_error(rank: int, action: Action, memory: float, limit: float) -> ScheduleError:
-    """Return the error for a rank whose next action does not fit into its memory."""
     return ScheduleError(
         f"rank {rank} cannot continue within its memory: {memory:g} of {limit:g} is in use before {action}",
         hint="raise the limit, or choose auto, or a schedule that needs less memory, such as v-half or v-min",
@@ -463,28 +460,17 @@ WeightPolicy = Literal["free", "together", "at once"]
 always ("at once")."""
 
 
-def pack_ticks(
-    schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weight_policy: WeightPolicy
-) -> Schedule:
-    """Pack a schedule with split backward passes into ticks, with its weight passes where they cost least.
+class TickPacker:
+    """Mutable state of packing a schedule with split backward passes into ticks.
 
-    The orders of F and I are kept. `limits` is the memory of each rank; `ScheduleError` when one is too small for the
-    order. With `in_pairs`, a rank runs an input and a forward pass in one tick if they follow each other in its order.
+    The orders of F and I are kept; weight passes run where they cost least. `limits` is the memory of each rank. With
+    `in_pairs`, a rank runs an input and a forward pass in one tick if they follow each other in its order.
     """
-    table = _Packer(schedule, costs, limits, in_pairs=in_pairs, weight_policy=weight_policy).run()
-    ranks = range(schedule.num_ranks)
-    return dataclasses.replace(
-        schedule,
-        orders=tuple(tuple(action for row in table for action in row[rank]) for rank in ranks),
-        ticks=tuple(tuple(tick for tick, row in enumerate(table) for _ in row[rank]) for rank in ranks),
-    )
 
-
-class _Packer:
     def __init__(
         self, schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weight_policy: WeightPolicy
     ) -> None:
-        self.placement, self.costs, self.limits = schedule.placement, costs, limits
+        self.schedule, self.placement, self.costs, self.limits = schedule, schedule.placement, costs, limits
         self.in_pairs, self.weight_policy = in_pairs, weight_policy
         self.remaining = [
             deque(action for action in order if action.kind is not Kind.WEIGHT) for order in schedule.orders
@@ -493,10 +479,10 @@ class _Packer:
         """Weight passes of each rank whose input pass has run."""
         self.memory = [0.0] * schedule.num_ranks
         self.ends: Ends = {}
-        self.table: list[list[Cell]] = []
 
-    def run(self) -> list[list[Cell]]:
-        """Return the actions of each rank, by tick."""
+    def run(self) -> Schedule:
+        """Return the schedule with its ticks; `ScheduleError` when a limit is too small for the order."""
+        table: list[list[Cell]] = []
         sent: set[int] = set()
         while any(self.remaining) or any(self.pending_weights):
             cells, forced = self._start_tick()
@@ -513,9 +499,22 @@ class _Packer:
                 if pending and with_weights[rank] <= length + _TOLERANCE:
                     cells[rank] = (*cells[rank], pending.popleft())
             row = [tuple(sorted(cell, key=position_in_tick)) for cell in cells]
-            self._finish_tick(row)
+            if not any(row):
+                blocked = next(rank for rank, order in enumerate(self.remaining) if order)
+                action = self.remaining[blocked][0]
+                raise _memory_error(blocked, action, self.memory[blocked], self.limits[blocked])
+            for rank, cell in enumerate(row):
+                for action in cell:
+                    self.memory[rank] += self.costs.kept(action)
+                    self.ends[result_key(action)] = 0.0
+            table.append(row)
             sent = receiving_ranks(row, self.placement)
-        return self.table
+        ranks = range(self.schedule.num_ranks)
+        return dataclasses.replace(
+            self.schedule,
+            orders=tuple(tuple(action for row in table for action in row[rank]) for rank in ranks),
+            ticks=tuple(tuple(tick for tick, row in enumerate(table) for _ in row[rank]) for rank in ranks),
+        )
 
     def _start_tick(self) -> tuple[list[Cell], set[int]]:
         """Return the F and I passes of each rank in this tick, and the ranks that must run a weight pass in it."""
@@ -569,15 +568,3 @@ class _Packer:
 
     def _length(self, cell: Cell, is_sent: bool) -> float:
         return spans(tuple(sorted(cell, key=position_in_tick)), self.placement, self.costs, is_sent=is_sent).end
-
-    def _finish_tick(self, row: list[Cell]) -> None:
-        """Append a tick to the table and update memory."""
-        if not any(row):
-            blocked = next(rank for rank, order in enumerate(self.remaining) if order)
-            action = self.remaining[blocked][0]
-            raise _memory_error(blocked, action, self.memory[blocked], self.limits[blocked])
-        for rank, cell in enumerate(row):
-            for action in cell:
-                self.memory[rank] += self.costs.kept(action)
-                self.ends[result_key(action)] = 0.0
-        self.table.append(row)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import enum
-import io
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -108,8 +107,7 @@ class Costs:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
-            if hasattr(value, "tolist"):  # measured costs are NumPy arrays
-                value = value.tolist()
+            value = value.tolist() if hasattr(value, "tolist") else value  # measured costs are NumPy arrays
             value = tuple(value) if isinstance(value, Sequence) else value
             object.__setattr__(self, field.name, value)
             above, least = (0, None) if field.name in ("forward", "input", "weight") else (None, 0)
@@ -122,10 +120,8 @@ class Costs:
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
             if isinstance(value, Sequence) and len(value) != num_stages:
-                raise ConfigError(
-                    f"{field.name} must be one number, or {num_stages} numbers, not {len(value)}",
-                    hint="give one number per stage; a rank may have several stages",
-                )
+                problem = f"{field.name} must be one number, or {num_stages} numbers, not {len(value)}"
+                raise ConfigError(problem, hint="give one number per stage; a rank may have several stages")
 
     def of(self, action: Action) -> float:
         """Return the time of an action."""
@@ -154,7 +150,6 @@ class Costs:
 
 
 def _stage_cost(cost: float | Sequence[float], stage: int) -> float:
-    """Return the cost of one stage."""
     return cost[stage] if isinstance(cost, Sequence) else cost
 
 
@@ -261,11 +256,10 @@ class Schedule:
         Raises:
             OutputError: when the file cannot be written.
         """
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(self._rows())
+        text = "".join(f"{','.join(row)}\n" for row in self._rows())
         if path is not None:
-            write_files(Path(path).parent, {Path(path).name: text.getvalue().encode()})
-        return text.getvalue()
+            write_files(Path(path).parent, {Path(path).name: text.encode()})
+        return text
 
     @classmethod
     def from_csv(cls, path: str | Path, *, name: str | None = None) -> Schedule:
@@ -327,12 +321,10 @@ class Schedule:
             raise ScheduleError(
                 f"{name}: only the stages {stages} have a rank", hint="count stages from 0, without gaps"
             )
-        num_microbatches = 1 + max(action.microbatch for order in orders for action in order)
-        placement = tuple(ranks[stage] for stage in range(len(ranks)))
         return cls(
             name=name,
-            num_microbatches=num_microbatches,
-            placement=placement,
+            num_microbatches=1 + max(action.microbatch for order in orders for action in order),
+            placement=tuple(ranks[stage] for stage in range(len(ranks))),
             orders=orders,
             ticks=ticks if are_ticks else None,
         )
@@ -459,8 +451,7 @@ def validate(schedule: Schedule) -> None:
 
 def _refuse_wrong_ticks(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -> None:
     """Raise unless each action can run in its tick."""
-    fits = [len(order) == len(numbers) for order, numbers in zip(schedule.orders, ticks, strict=False)]
-    if len(ticks) != len(schedule.orders) or not all(fits):
+    if list(map(len, ticks)) != list(map(len, schedule.orders)):
         counts = f"{sum(map(len, ticks))} ticks for {sum(map(len, schedule.orders))} actions"
         hint = "give a tick for each action of each rank, or pass ticks=None to run each action in its own tick"
         raise ScheduleError(f"{schedule.name}: ticks do not match the orders, {counts}", hint=hint)
@@ -517,7 +508,6 @@ def _refuse_wrong_actions(schedule: Schedule) -> None:
         for microbatch in range(schedule.num_microbatches):
             kinds = sorted(kinds_by_pass.get((stage, microbatch), []))
             if kinds not in (whole, split):
-                raise ScheduleError(
-                    f"{schedule.name}: stage {stage} runs {' '.join(kinds) or 'nothing'} for microbatch {microbatch}",
-                    hint="run F once, and B once or I and W once",
-                )
+                runs = " ".join(kinds) or "nothing"
+                problem = f"{schedule.name}: stage {stage} runs {runs} for microbatch {microbatch}"
+                raise ScheduleError(problem, hint="run F once, and B once or I and W once")

@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any
 
 from ...core import ConfigError, ScheduleError, check_choice, check_integer, check_type, is_count
-from ._orders import NAMED, ListScheduler, Recipe, WeightPolicy, pack_ticks, place_stages, place_weights
+from ._orders import NAMED, ListScheduler, Recipe, TickPacker, WeightPolicy, place_stages, place_weights
 from ._schedule import Action, Costs, Kind, Order, Schedule
 from ._simulation import simulate
 
@@ -95,10 +95,8 @@ def schedule(
     result = search.best(limits)
     for rank, (peak, limit) in enumerate(zip(simulate(result, costs).peaks, limits, strict=True)):
         if peak > limit * (1 + 1e-9):
-            raise ScheduleError(
-                f"{result.name}: rank {rank} needs more than its memory_limit, {peak:g} instead of {limit:g}",
-                hint="choose v-half or v-min, which need less, or raise memory_limit",
-            )
+            problem = f"{result.name}: rank {rank} needs more than its memory_limit, {peak:g} instead of {limit:g}"
+            raise ScheduleError(problem, hint="choose v-half or v-min, which need less, or raise memory_limit")
     return result
 
 
@@ -125,7 +123,7 @@ class _AutoSearch:
     """Required rank of each stage, for layers that are placed before their costs are known; None allows any."""
 
     def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Schedule:
-        limit: Any = tuple(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit
+        limit: Any = memory_limit if memory_limit is None or isinstance(memory_limit, (int, float, Real)) else tuple(memory_limit)
         return _make_again(self, costs, limit if self.memory_limit is None else self.memory_limit)
 
     def best(self, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
@@ -135,18 +133,17 @@ class _AutoSearch:
         limits = _limits(_AUTO, place_stages(num_ranks, chunks, is_v=False), chunks, costs, memory_limit)
         limits = limits if memory_limit is not None else [max(limits)] * num_ranks
 
+        named = partial(
+            schedule, num_stages=self.num_stages, stages_per_rank=chunks, costs=costs, lockstep=self.lockstep
+        )
+
         @functools.cache
         def make(num_microbatches: int, name: str) -> Schedule:
-            sizes: Any = {
-                "num_stages": self.num_stages,
-                "stages_per_rank": chunks,
-                "num_microbatches": num_microbatches,
-            }
-            return schedule(name, **sizes, costs=costs, memory_limit=memory_limit, lockstep=self.lockstep)
+            return named(name, num_microbatches=num_microbatches, memory_limit=memory_limit)
 
         def pack(num_microbatches: int, name: str, in_pairs: bool, weight_policy: WeightPolicy) -> Schedule:
             unpacked = make(num_microbatches, name)
-            return pack_ticks(unpacked, costs, limits, in_pairs=in_pairs, weight_policy=weight_policy)
+            return TickPacker(unpacked, costs, limits, in_pairs=in_pairs, weight_policy=weight_policy).run()
 
         recipes = {
             name: recipe
@@ -280,10 +277,8 @@ def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, s
         chunks = 1 if recipe is _AUTO else (recipe.chunks or (2,))[0]
     if not is_count(chunks, 1) or (recipe.chunks and chunks not in recipe.chunks):
         allowed = " or ".join(map(str, recipe.chunks)) or "an integer of at least 1"
-        raise ConfigError(
-            f"{name}: stages_per_rank must be {allowed}, not {stages_per_rank!r}",
-            hint="choose interleaved, interleaved-zb, looped-bfs or auto, which take any number of stages per rank",
-        )
+        hint = "choose interleaved, interleaved-zb, looped-bfs or auto, which take any number of stages per rank"
+        raise ConfigError(f"{name}: stages_per_rank must be {allowed}, not {stages_per_rank!r}", hint=hint)
     # V-schedules and interleaved ones are cut from schedules with at least two microbatches per rank.
     if num_stages * max(num_microbatches, 2 * num_stages // chunks) > _MAX_PASSES:
         raise ConfigError(
@@ -294,21 +289,14 @@ def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, s
             "from about eight microbatches per rank the bubble is small",
         )
     if num_stages % chunks:
-        raise ConfigError(
-            f"num_stages must be a multiple of {chunks}, the stages per rank of {name}, not {num_stages}",
-            hint="count all parts of the model in num_stages, not ranks",
-        )
+        problem = f"num_stages must be a multiple of {chunks}, the stages per rank of {name}, not {num_stages}"
+        raise ConfigError(problem, hint="count all parts of the model in num_stages, not ranks")
     return chunks
 
 
 def _limits(
-    recipe: Recipe,
-    placement: Sequence[int],
-    chunks: int,
-    costs: Costs,
-    memory_limit: float | Sequence[float] | None,
+    recipe: Recipe, placement: Sequence[int], chunks: int, costs: Costs, memory_limit: float | Sequence[float] | None
 ) -> list[float]:
-    """Return the memory limit of each rank."""
     num_ranks = len(placement) // chunks
     if memory_limit is not None:
         limit: Any = memory_limit
@@ -330,9 +318,6 @@ SCHEDULES = (*NAMED, "auto")
 """The names that `schedule` takes."""
 
 
-# Candidates for ``auto``. Packed candidates are named schedules in ticks of several passes. Greedy candidates are tried
-# for asynchronous ranks. They are also tried under a memory limit, because named schedules need a fixed amount of
-# memory.
 _ScheduleMaker = Callable[[int], Schedule]
 """Makes a schedule for a given number of microbatches."""
 
@@ -342,20 +327,12 @@ def _greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[f
     for is_v in (False, True)[: 2 if chunks > 1 else 1]:
         placement = place_stages(num_ranks, chunks, is_v=is_v)
         microbatch_memory = costs.by_rank(placement)
-        # `max_started` is the number of microbatches that a rank may have started. None: a rank starts a microbatch
-        # only if all its passes on this rank fit into memory, so a limit of one microbatch cannot block it.
-        for max_started in (
-            num_ranks,
-            num_ranks + 1,
-            3 * num_ranks // 2,
-            2 * num_ranks - 1,
-            2 * num_ranks,
-            math.inf,
-            None,
-        ):
-            max_microbatches = max_started or math.inf
+        # Numbers of microbatches that a rank may have started. None: a rank starts a microbatch only if all its passes
+        # on this rank fit into memory, so a limit of one microbatch cannot block it.
+        numbers = (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None)
+        for max_started in numbers:
             caps = [
-                min(limit, max_microbatches * memory if memory else math.inf)
+                min(limit, (max_started or math.inf) * memory if memory else math.inf)
                 for limit, memory in zip(limits, microbatch_memory, strict=True)
             ]
             reserved = microbatch_memory if max_started is None else None

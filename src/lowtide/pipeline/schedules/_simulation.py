@@ -302,10 +302,6 @@ def _draw_terminal(simulation: Simulation, width: int, *, has_colours: bool) -> 
 
 
 def _draw_picture(simulation: Simulation, form: str) -> bytes:
-    """Draw the schedule over time and the memory of each rank, as ``"png"`` (1600 pixels wide) or ``"svg"``.
-
-    Raises `ConfigError` when matplotlib is not installed.
-    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -373,7 +369,6 @@ def _draw_memory(axes: Any, simulation: Simulation) -> None:
 
 
 def _make_trace(simulation: Simulation) -> str:
-    """Write the schedule as a Chrome trace for https://ui.perfetto.dev, where one unit of time is one millisecond."""
     events: list[dict[str, Any]] = []
     for rank, order in enumerate(simulation.schedule.orders):
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})

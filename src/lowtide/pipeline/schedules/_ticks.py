@@ -71,9 +71,7 @@ class Spans(NamedTuple):
     """Start and end times of the actions of a rank in a tick, relative to the start of the tick."""
 
     begins: list[float]
-    """Start time of each action."""
     ends: list[float]
-    """End time of each action."""
     end: float
     """When the rank has received all that others send to it, and its own results have arrived at other ranks."""
 
@@ -150,12 +148,13 @@ class Tables:
     are the slots of arriving messages of its kind and of each waiting value."""
     rows: np.ndarray
     """Table entries by row, rank and column, int32 of shape [T, R, C]."""
-    num_messages: int
-    """Number of slots of the buffer for messages between ranks."""
-    num_slots: dict[str, int]
-    """Number of slots of each buffer for values that passes leave."""
     used: dict[str, tuple[int, ...]]
-    """Number of slots that each rank uses, for each of these buffers and for ``messages``."""
+    """Number of slots that each rank uses, for each buffer of values that passes leave and for ``messages``."""
+
+    @property
+    def num_messages(self) -> int:
+        """Number of slots of the buffer for messages between ranks; a single stage receives none."""
+        return max(1, *self.used["messages"])
 
     def comes(self, kind: str, name: str) -> bool:
         """Return whether any message of this pass kind arrives from this source."""
@@ -163,11 +162,7 @@ class Tables:
 
 
 def tables(
-    schedule: Schedule,
-    layers_per_stage: Sequence[int],
-    waiting: Sequence[Waiting] = (),
-    *,
-    forward_only: bool = False,
+    schedule: Schedule, layers_per_stage: Sequence[int], waiting: Sequence[Waiting] = (), *, forward_only: bool = False
 ) -> Tables:
     """Make the tables of a schedule, with slots for the values that passes leave to later passes (`waiting`).
 
@@ -177,8 +172,8 @@ def tables(
     table = ticks(schedule, forward_only=forward_only)
     pass_rows = _pass_rows(table)
     chunks = {stage: i for rank in range(schedule.num_ranks) for i, stage in enumerate(schedule.stages_of(rank))}
-    messages, num_message_slots = _assign_slots(_message_lifetimes(schedule, pass_rows))
     slots, counts = _saved_value_slots(schedule, pass_rows, waiting)
+    messages, counts["messages"] = _assign_slots(_message_lifetimes(schedule, pass_rows))
     names = (*_PASS_COLUMNS, *_ARRIVAL_COLUMNS, *(saved_value.column for saved_value in waiting))
     columns = {f"{kind}/{name}": i for i, (kind, name) in enumerate(itertools.product(KINDS, names))}
     rows = np.zeros((1 + max(pass_rows.values()), schedule.num_ranks, len(columns)), np.int32)
@@ -204,11 +199,8 @@ def tables(
             # left.
             side = 2 if destination == rank else 0 if destination == (rank + 1) % schedule.num_ranks else 1
             rows[row + (kind == "I"), destination, columns[f"{kind}/{_ARRIVAL_COLUMNS[side]}"]] = messages[reader]
-    counts["messages"] = num_message_slots
     used = {name: tuple(count[rank] for rank in range(schedule.num_ranks)) for name, count in counts.items()}
-    num_slots = {name: max(rank_counts) for name, rank_counts in used.items()}
-    num_messages = max(num_slots.pop("messages"), 1)  # a single stage receives no messages
-    return Tables(tuple(columns), rows, num_messages, num_slots, used)
+    return Tables(tuple(columns), rows, used)
 
 
 _Key = tuple[int, str, int]
@@ -299,8 +291,6 @@ def _refuse_distant_ranks(schedule: Schedule) -> None:
     num_ranks = schedule.num_ranks
     for stage, (rank, next_rank) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False)):
         if (rank - next_rank) % num_ranks not in (0, 1, num_ranks - 1):
-            raise ScheduleError(
-                f"{schedule.name}: stages {stage} and {stage + 1} are on ranks {rank} and {next_rank}, which are not "
-                "neighbours",
-                hint="renumber the ranks: the program sends activations only to the next and the previous rank",
-            )
+            problem = f"{schedule.name}: stages {stage} and {stage + 1} are on ranks {rank} and {next_rank}"
+            hint = "renumber the ranks: the program sends activations only to the next and the previous rank"
+            raise ScheduleError(f"{problem}, which are not neighbours", hint=hint)

@@ -9,11 +9,9 @@ from ._replay import Slot as Slot
 from ._replay import at as at
 from ._replay import put as put
 from ._split import PassFlops as PassFlops
-from ._split import Residuals as Residuals
-from ._split import StageSplit as StageSplit
 from ._split import TracedSplit as TracedSplit
 from ._split import Unsplit as Unsplit
-from ._split import split_backward as split_backward
+from ._split import replace_leaves as replace_leaves
 from ._split import trace_split as trace_split
 
 __all__ = [
@@ -21,15 +19,13 @@ __all__ = [
     "Environment",
     "Pass",
     "PassFlops",
-    "Residuals",
     "Rows",
     "Slot",
-    "StageSplit",
     "TracedSplit",
     "Unsplit",
     "Value",
     "at",
     "put",
-    "split_backward",
+    "replace_leaves",
     "trace_split",
 ]

@@ -56,16 +56,7 @@ class Sink:
 
 Node: TypeAlias = "Op | Carry | Sink | Source"
 
-_VIEWS = {
-    "broadcast_in_dim",
-    "copy",
-    "expand_dims",
-    "reshape",
-    "rev",
-    "slice",
-    "squeeze",
-    "transpose",
-}
+_VIEWS = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "rev", "slice", "squeeze", "transpose"}
 
 
 def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> tuple[dict[Op | Carry, Pass], dict[Value, Op]]:
@@ -78,9 +69,15 @@ def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> tuple[dict
     live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
     nodes: list[Node] = [node for node in (*reach.nodes, *Source, *sinks) if node in live or isinstance(node, Source)]
     passes = _Cut(reach, nodes, sinks).solve()
-    assigned = {node: pass_ for node, pass_ in passes.items() if isinstance(node, Op | Carry)}
-    _hoist(reach, assigned, nodes, passes)
-    return assigned, reach.free
+    # Operations that depend on weights alone and are read by another pass are hoisted, with all their ancestors.
+    crossing = [
+        reach.producer[value]
+        for node in nodes
+        for value in reach.reads(node)
+        if value in reach.weight_only and passes[reach.producer[value]] < passes[node]
+    ]
+    passes.update(dict.fromkeys(reach.ancestors(crossing), Pass.HOISTED))
+    return {node: pass_ for node, pass_ in passes.items() if isinstance(node, Op | Carry)}, reach.free
 
 
 class Reach:
@@ -333,10 +330,8 @@ class _Cut:
         """
         heavy = [node for node in self.nodes if isinstance(node, Op) and node.is_heavy]
         backward = [node for node in heavy if Source.COTANGENT in self.reach.ancestors([node])]
-        ancestors = set[Node]()
-        for node in backward:
-            ancestors |= self.reach.ancestors(self.reach.producer[value] for value in self.reach.reads(node))
-        return ancestors & set(backward)
+        operands = [self.reach.producer[value] for node in backward for value in self.reach.reads(node)]
+        return self.reach.ancestors(operands) & set(backward)
 
     def _add_residuals(self) -> None:
         """Add an edge for each value and bound; it costs the value's bytes if it is read after and computed before."""
@@ -356,20 +351,3 @@ class _Cut:
                 self.edges.append((producer_vertex, saved_vertex, max(value.size_bytes, 1)))
                 for node in nodes:
                     self._require(saved_vertex, self.vertex(node, bound))
-
-
-def _hoist(reach: Reach, assigned: dict[Op | Carry, Pass], nodes: list[Node], passes: dict[Node, Pass]) -> None:
-    """Hoist operations that depend on weights alone and are read by another pass, with all their ancestors."""
-    crossing: list[Node] = []
-    for node in nodes:
-        for value in reach.reads(node):
-            producer = reach.producer[value]
-            if value in reach.weight_only and isinstance(producer, Op | Carry) and passes[producer] < passes[node]:
-                crossing.append(producer)
-    worklist, visited = crossing, set[Node]()
-    while worklist:
-        node = worklist.pop()
-        if isinstance(node, Op | Carry) and node not in visited:
-            visited.add(node)
-            assigned[node] = Pass.HOISTED
-            worklist += [reach.producer[value] for value in reach.reads(node)]

@@ -103,12 +103,10 @@ class Carry:
 
     @property
     def reads(self) -> list[Atom]:
-        """Value before the loop, and value at the end of an iteration."""
         return [self.init, self.carry_out]
 
     @property
     def results(self) -> list[Value]:
-        """Value at the start of an iteration, and value after the loop."""
         return [self.carry_in, self.final]
 
 
@@ -246,8 +244,7 @@ class _Reader:
         for outer, slice_ in zip(stacked, body_inputs[num_carry:], strict=True):
             slice_.stack = outer if isinstance(outer, Value) else None
             loop.slices.append((outer, slice_))
-        body = _Reader(loop.body, loop)
-        results = body.read(params["jaxpr"], [*consts, *body_inputs])
+        results = _Reader(loop.body, loop).read(params["jaxpr"], [*consts, *body_inputs])
         finals = [Value(var.aval, self.loop) for var in eqn.outvars]
         for init, carry_in, carry_out, final in zip(inits, body_inputs, results, finals, strict=False):
             loop.carries.append(Carry(init, carry_in, carry_out, final))
@@ -255,37 +252,18 @@ class _Reader:
             # A stack belongs to exactly one value that the body computes. Any other result (an outer value, a slice, a
             # value that is already stacked) is copied first, and the copy is stacked.
             if not isinstance(result, Value) or result.loop is not loop or result.stack is not None:
-                result = body.copy(result, outer)
+                copy = Value(outer.aval.update(shape=outer.aval.shape[1:]), loop)
+                loop.body.append(Op("copy", [result], [copy], lambda x: [x]))
+                result = copy
             result.stack = outer
         self.items.append(loop)
         return finals
 
-    def copy(self, atom: Atom, like: Value) -> Value:
-        """Copy an atom into a new value."""
-        shape = like.aval.shape[1:]
-        value = Value(like.aval.update(shape=shape), self.loop)
-        self.items.append(Op("copy", [atom], [value], lambda x: [x]))
-        return value
-
 
 _HEAVY = {
-    "dot_general",
-    "transposed_product",
-    "ragged_dot_general",
-    "conv_general_dilated",
-    "custom_call",
-    "ffi_call",
-    "pure_callback",
-    "random_bits",
-    "threefry2x32",
-    "sort",
-    "top_k",
-    "cholesky",
-    "triangular_solve",
-    "eigh",
-    "svd",
-    "qr",
-    "device_put",
+    *("dot_general", "transposed_product", "ragged_dot_general", "conv_general_dilated"),
+    *("custom_call", "ffi_call", "pure_callback", "device_put", "random_bits", "threefry2x32"),
+    *("sort", "top_k", "cholesky", "triangular_solve", "eigh", "svd", "qr"),
 }
 
 

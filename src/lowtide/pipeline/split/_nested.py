@@ -146,9 +146,6 @@ class _Branch:
         atoms: list[Any] = [self.graph.outputs[i] for i in outputs]
         return [jnp.asarray(self.plan.read(atom, env, {}), atom.aval.dtype) for atom in atoms]
 
-    def flops(self, passes: Sequence[Pass]) -> int:
-        return sum(self.plan.flops(pass_) for pass_ in passes)
-
 
 @dataclasses.dataclass(frozen=True)
 class _SavedArray:
@@ -165,64 +162,44 @@ def _split_in_two(op: Op, early: list[int], late: list[int], sources: list[Sourc
     num_index_operands = int(is_cond)  # the first operand of a `cond` is the branch index
     branches = [_Branch(body.jaxpr, early, late, sources[num_index_operands:]) for body in bodies(op.eqn)]
     arrays, positions = _match_saved_arrays(branches, params)
-    early_inputs, late_inputs = (
-        sorted({i for branch in branches for i in branch.reads(passes)}) for passes in (_EARLY, _LATE)
-    )
-
-    def make_first(branch: _Branch, branch_positions: list[int]) -> Callable[..., list[Any]]:
-        def run(*operands: Any) -> list[Any]:
-            env: Environment = dict(zip([branch.graph.inputs[i] for i in early_inputs], operands, strict=True))
-            results = branch.run(_EARLY, early, env)
-            saved = {index: env[value] for value, index in zip(branch.saved_values, branch_positions, strict=True)}
-            return results + [_as_saved_array(saved.get(i), array, is_cond) for i, array in enumerate(arrays)]
-
-        return run
-
-    def make_second(branch: _Branch, branch_positions: list[int]) -> Callable[..., list[Any]]:
-        def run(*operands: Any) -> list[Any]:
-            env: Environment = dict(zip([branch.graph.inputs[i] for i in late_inputs], operands, strict=False))
-            env.update(
-                (value, operands[len(late_inputs) + i])
-                for value, i in zip(branch.saved_values, branch_positions, strict=True)
-            )
-            return branch.run(_LATE, late, env)
-
-        return run
-
-    halves = (
-        [make_half(*arguments) for arguments in zip(branches, positions, strict=True)]
-        for make_half in (make_first, make_second)
-    )
-    if is_cond:
-        run_first, run_second = (_switch(half) for half in halves)
-    else:
-        run_first, run_second = (
-            _shard_map_half(half[0], params, ins, outs, arrays, is_first=ins is early_inputs)
-            for half, ins, outs in zip(halves, (early_inputs, late_inputs), (early, late), strict=True)
-        )
     loop = op.results[0].loop
     sizes = {} if is_cond else params["mesh"].shape
     saved_values: list[Value] = []
     for array in arrays:
         shape = array.shape if is_cond else (math.prod(sizes[axis] for axis in array.varying_axes), *array.shape)
-        saved_values.append(
-            Value(ShapedArray(shape, array.dtype), loop, left_varying=frozenset(array.varying_axes if is_cond else ()))
-        )
-    index_operands, branch_operands = op.reads[:num_index_operands], op.reads[num_index_operands:]
+        left_varying = frozenset(array.varying_axes if is_cond else ())
+        saved_values.append(Value(ShapedArray(shape, array.dtype), loop, left_varying=left_varying))
+
+    def make_run(
+        branch: _Branch, branch_positions: list[int], inputs: list[int], *, is_first: bool
+    ) -> Callable[..., list[Any]]:
+        def run(*operands: Any) -> list[Any]:
+            env: Environment = dict(zip([branch.graph.inputs[i] for i in inputs], operands, strict=False))
+            saved_positions = list(zip(branch.saved_values, branch_positions, strict=True))
+            if not is_first:
+                env.update((value, operands[len(inputs) + i]) for value, i in saved_positions)
+                return branch.run(_LATE, late, env)
+            results = branch.run(_EARLY, early, env)
+            saved = {i: env[value] for value, i in saved_positions}
+            return results + [_as_saved_array(saved.get(i), array, is_cond) for i, array in enumerate(arrays)]
+
+        return run
+
     num_devices = 1 if is_cond else manual_devices(params)
-    flops = [num_devices * max(branch.flops(passes) for branch in branches) for passes in (_EARLY, _LATE)]
-    first_reads = [*index_operands, *(branch_operands[i] for i in early_inputs)]
-    first_outputs = [*(op.outputs[i] for i in early), *saved_values]
-    second_reads = [*index_operands, *(branch_operands[i] for i in late_inputs), *saved_values]
-    second_outputs = [op.outputs[i] for i in late]
-    ops = [
-        Op(op.name, first_reads, first_outputs, run_first, is_heavy=True, flops=flops[0]),
-        Op(op.name, second_reads, second_outputs, run_second, is_heavy=True, flops=flops[1]),
-    ]
-    whole_ops = [whole_op for branch in branches for whole_op in branch.whole_ops]
+    ops: list[Op] = []
+    for is_first, passes, indices in ((True, _EARLY, early), (False, _LATE, late)):
+        inputs = sorted({i for branch in branches for i in branch.reads(passes)})
+        runs = [make_run(*pair, inputs, is_first=is_first) for pair in zip(branches, positions, strict=True)]
+        run = _switch(runs) if is_cond else _shard_map_half(runs[0], params, inputs, indices, arrays, is_first=is_first)
+        reads = [*op.reads[:num_index_operands], *(op.reads[num_index_operands + i] for i in inputs)]
+        outputs = [op.outputs[i] for i in indices]
+        (outputs if is_first else reads).extend(saved_values)
+        flops = num_devices * max(sum(map(branch.plan.flops, passes)) for branch in branches)
+        ops.append(Op(op.name, reads, outputs, run, is_heavy=True, flops=flops))
     return ops, [
         WholeOp(whole_op.eqn, whole_op.flops * num_devices, whole_op.location or source_line(op.eqn))
-        for whole_op in whole_ops
+        for branch in branches
+        for whole_op in branch.whole_ops
     ]
 
 

@@ -24,20 +24,18 @@ from ._graph import Atom, Carry, Graph, Loop, Op, Value, operations, repeated
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Some rows of an array. A loop reads them one by one, so they are never copied out of the array."""
+    """Rows of an array from `begin` on. A loop reads them one by one, so they are never copied out of the array."""
 
     array: Any
     begin: Any
-    """Index of the first row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A position in a buffer that a pass changes: one entry, or the rows that a loop writes."""
+    """A position in a buffer that a pass changes: one entry, or the rows that a loop writes from `begin` on."""
 
     buffer: str
     begin: Any
-    """Index of the first row."""
 
 
 Environment = dict[Value, Any]
@@ -79,14 +77,9 @@ class Plan:
             if isinstance(item, Loop):
                 self._collect_producers(item.body)
                 # The pass that computes a value in the body also computes its stack outside the loop.
-                stacks = [
-                    (value.stack, producer_pass)
-                    for value, producer_pass in self.producer_passes.items()
-                    if value.loop is item
-                ]
-                self.producer_passes.update(
-                    (stack, producer_pass) for stack, producer_pass in stacks if stack is not None
-                )
+                for value, producer_pass in list(self.producer_passes.items()):
+                    if value.loop is item and value.stack is not None:
+                        self.producer_passes[value.stack] = producer_pass
 
     def _mark_read(self, atom: Atom, pass_: Pass) -> None:
         if not isinstance(atom, Value) or pass_ in self.reads.get(atom, ()):
@@ -116,7 +109,6 @@ class Plan:
         return saved
 
     def flops(self, pass_: Pass) -> int:
-        """Return the FLOPs of a pass."""
         return sum(op.flops * num_runs for op, num_runs in repeated(self.graph.items) if self.passes.get(op) is pass_)
 
     def is_stacked(self, value: Value) -> bool:
@@ -216,14 +208,13 @@ class _Runner:
         rows = {value: stored for value, stored in stored_values.items() if isinstance(stored, Rows | Slot)}
         sliced_values = {value: stored for value, stored in stored_values.items() if value not in rows}
         # The outermost loop writes to slots. An inner loop only stacks its values.
-        slots = (
-            {value: self.saved_slots.get(value.stack or value) for value in leaving_values} if loop.loop is None else {}
-        )
+        own_slots = self.saved_slots if loop.loop is None else {}
+        slots = {value: slot for value in leaving_values if (slot := own_slots.get(value.stack or value)) is not None}
         total_slots = {
             value: self.totals[stack] for value in leaving_values if (stack := value.stack) and stack in self.totals
         }
-        stacked_values = [value for value in leaving_values if slots.get(value) is None and value not in total_slots]
-        written_buffers = {slot.buffer: None for slot in (*slots.values(), *total_slots.values()) if slot is not None}
+        stacked_values = [value for value in leaving_values if value not in slots and value not in total_slots]
+        written_buffers = {slot.buffer: None for slot in (*slots.values(), *total_slots.values())}
 
         def body(carried: Any, slices: Any) -> Any:
             carry_values, buffers = carried
@@ -238,8 +229,7 @@ class _Runner:
             self.run_items(loop.body, inner_envs)
             carry_outs = [_as_carry(self.read(carry.carry_out, inner_envs), carry.carry_in) for carry in carries]
             for value, slot in slots.items():
-                if slot is not None:
-                    self.buffers[slot.buffer] = put(self.buffers[slot.buffer], env[value], slot.begin + index)
+                self.buffers[slot.buffer] = put(self.buffers[slot.buffer], env[value], slot.begin + index)
             for value, slot in total_slots.items():
                 self.buffers[slot.buffer] = _add_row(self.buffers[slot.buffer], slot.begin + index, env[value])
             buffers = [self.buffers[buffer] for buffer in written_buffers]
@@ -260,7 +250,7 @@ class _Runner:
         self.buffers.update(zip(written_buffers, buffers, strict=True))
         envs[-1].update((carry.final, final) for carry, final in zip(carries, finals, strict=True))
         envs[-1].update((value.stack or value, array) for value, array in zip(stacked_values, results, strict=True))
-        envs[-1].update((value.stack or value, slot) for value, slot in slots.items() if slot is not None)
+        envs[-1].update((value.stack or value, slot) for value, slot in slots.items())
 
     def _lookup(self, value: Value | jex.Literal, envs: Sequence[Environment]) -> Any:
         """Return a value to slice: its array, or its `Rows` or `Slot` if the rows can be read one by one."""

@@ -2,5 +2,3 @@
 
 Methods of `MemoryReport` and `MemoryDiff` call them; the page of a run is `report.run_page`.
 """
-
-__all__: list[str] = []

@@ -6,8 +6,9 @@ Buffers whose names differ only in numbers form one group: ``32 × layers/*/mlp/
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -99,26 +100,24 @@ def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
     return tuple(sorted(alive, key=lambda b: -b.num_bytes))
 
 
-def role_series(buffers: Sequence[Buffer], num_moments: int) -> dict[str, np.ndarray]:
-    """Return the int64 bytes per role of buffers of one space at every position of a program, with fragmentation."""
+def timeline(
+    report: ReportFacts, space: Space, num_columns: int
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Return bytes per role and in total at every position of a program, and the positions to draw in `num_columns`.
+
+    Fragmentation counts. The positions to draw ascend: of each range of positions the one with most bytes.
+    """
+    num_moments = len(report.moments)
     steps: dict[str, np.ndarray] = {}
-    for buffer in buffers:
+    for buffer in drawn_buffers(report, space):
         step = steps.setdefault(buffer.role, np.zeros(num_moments + 1, np.int64))
         step[buffer.start] += buffer.num_bytes
         step[buffer.end + 1] -= buffer.num_bytes
-    return {role: np.cumsum(step)[:-1] for role, step in steps.items()}
-
-
-def total_series(series: Mapping[str, np.ndarray], num_moments: int) -> np.ndarray:
-    """Add up the series that `role_series` returns."""
-    return sum(series.values(), np.zeros(num_moments, np.int64))
-
-
-def columns(totals: np.ndarray, num_columns: int) -> np.ndarray:
-    """Return the positions to draw in `num_columns`, ascending: of each range the position with most bytes."""
-    count = min(len(totals), max(1, num_columns))
-    edges = np.linspace(0, len(totals), count + 1).astype(int)
-    return np.array([low + int(np.argmax(totals[low:high])) for low, high in zip(edges[:-1], edges[1:], strict=True)])
+    series = {role: np.cumsum(step)[:-1] for role, step in steps.items()}
+    totals: np.ndarray = sum(series.values(), np.zeros(num_moments, np.int64))
+    edges = np.linspace(0, num_moments, min(num_moments, max(1, num_columns)) + 1).astype(int)
+    moments = [low + int(np.argmax(totals[low:high])) for low, high in itertools.pairwise(edges)]
+    return series, totals, np.array(moments)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 from ...core import OutputError, ReportError, write_files
 from ...targets import Target
-from .._facts import Space, SpaceBytes, from_rows
+from .._facts import SCHEMA_VERSION, Buffer, Space, SpaceBytes
 
 _LONG_LISTS = ("buffers", "moments", "rows")
 _READ_HINT = "give a file that MemoryReport.to_json wrote"
@@ -57,7 +57,7 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
+def read_fields(path: str | Path) -> dict[str, Any]:
     """Read the arguments of `MemoryReport` from a file that `MemoryReport.to_json` wrote; raise `ReportError`."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -65,12 +65,17 @@ def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
         raise ReportError(f"{path}: the report cannot be read", got=error.strerror or error, hint=_READ_HINT) from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise ReportError(f"{path}: the file is not JSON", got=error, hint=_READ_HINT) from error
+    return parse_fields(data, path)
+
+
+def parse_fields(data: Any, path: str | Path) -> dict[str, Any]:
+    """Return the arguments of `MemoryReport` from the content of such a file; raise `ReportError`."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
         raise ReportError(f"{path}: the file is not a memory report", hint=_READ_HINT)
-    if version != schema_version:
+    if version != SCHEMA_VERSION:
         raise ReportError(
-            f"{path}: the report has schema_version {version!r}, not {schema_version}",
+            f"{path}: the report has schema_version {version!r}, not {SCHEMA_VERSION}",
             hint="make the report again with this version of Lowtide, or read it with the version that wrote it",
         )
     try:
@@ -89,12 +94,12 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
         # The total is derived from the parts, so a difference means that the file was edited or damaged.
         if spaces[name].total_bytes != total:
             raise ValueError(f"the parts of {name} add up to {spaces[name].total_bytes}, not {total}")
-    buffers = from_rows(data["buffers"])
+    rows: list[dict[str, Any]] = [{**row, "shape": tuple(row.get("shape", ()))} for row in data["buffers"]]
+    buffers = tuple(Buffer(**row) for row in rows)
     moments = tuple(data["moments"])
     peaks = {name: data[name] for name in ("peak_moment", "host_peak_moment")}
-    if any(not 0 <= b.start <= b.end < len(moments) for b in buffers) or any(
-        not 0 <= peak < len(moments) for peak in peaks.values()
-    ):
+    spans = [*((b.start, b.end) for b in buffers), *((peak, peak) for peak in peaks.values())]
+    if any(not 0 <= start <= end < len(moments) for start, end in spans):
         raise ValueError(f"a position lies outside of the {len(moments)} moments")
     target: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["target"].items()}
     return {

@@ -18,7 +18,6 @@ from ...core import format_bytes
 from .._facts import SPACES, Buffer, DiffFacts, ReportFacts, Space, signed, space_total, sum_by_role
 from ._content import (
     at_peak,
-    columns,
     drawn_buffers,
     fit_text,
     group_buffers,
@@ -26,9 +25,8 @@ from ._content import (
     peak_text,
     percent,
     role_order,
-    role_series,
     shorten,
-    total_series,
+    timeline,
 )
 from ._styles import styles
 
@@ -45,6 +43,9 @@ _CHECKS = """<label class="check"><input type="checkbox" id="changed" checked> o
 def report_page(report: ReportFacts) -> bytes:
     """Make the page of a report: a whole HTML file in UTF-8."""
     payload, folded = report_payload(report)
+    notes = [*report.notes, *folded]
+    if not report.buffers and (report.device_bytes or report.host_bytes):
+        notes.append("this report has no single buffers: each role is drawn as one buffer that is always alive")
     state = {True: "good", False: "bad", None: "unknown"}[report.fits]
     symbol = {"good": "✓", "bad": "✗", "unknown": ""}[state]
     verdict = fit_text(report)
@@ -61,7 +62,7 @@ def report_page(report: ReportFacts) -> bytes:
         "charts": asset("report.html"),
         "checks": "",
         "facts": definitions(_report_facts(report)),
-        "footer": _footer([*report.notes, *folded, *_missing_buffers_note(report)], report.versions),
+        "footer": _footer(notes, report.versions),
         "static": roles_table(report),
     }
     return _page(texts, markup, payload, (*_COMMON, "model.js", "treemap.js", "report.js"))
@@ -84,13 +85,18 @@ def diff_page(difference: DiffFacts) -> bytes:
     if before.host_bytes or after.host_bytes:
         hosts = f"{format_bytes(before.host_bytes)} → {format_bytes(after.host_bytes)}"
         facts.append(("Host", f"{hosts} ({signed(difference.delta_bytes(space='host'))})"))
+    rows = [
+        [space, role, format_bytes(role_before), format_bytes(role_after), signed(role_after - role_before)]
+        for space in SPACES
+        for role, (role_before, role_after) in difference.by_role(space=space).items()
+    ]
     markup = {
         "mark": "",
         "charts": asset("difference.html"),
         "checks": _CHECKS,
         "facts": definitions(facts),
         "footer": _footer(difference.notes, after.versions),
-        "static": _static_changes(difference),
+        "static": _table(("memory", "role", "before", "after", "change"), rows),
     }
     return _page(texts, markup, diff_payload(difference), (*_COMMON, "difference.js"))
 
@@ -123,10 +129,8 @@ def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tu
         # A folded buffer still costs two steps, so the number to keep is estimated, and the estimate is repeated.
         num_kept = min(num_kept - 1, int(num_kept * 0.9 * limit / len(text)))
         text = _report_json(report, buffers[:num_kept], buffers[num_kept:])
-    smallest = format_bytes(buffers[num_kept].num_bytes)
-    return text, [
-        f"the {len(buffers) - num_kept:,} buffers of {smallest} or less are one row per role, to keep this file small"
-    ]
+    folded = f"{len(buffers) - num_kept:,} buffers of {format_bytes(buffers[num_kept].num_bytes)} or less"
+    return text, [f"the {folded} are one row per role, to keep this file small"]
 
 
 def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequence[Buffer]) -> str:
@@ -217,11 +221,9 @@ def _diff_side(report: ReportFacts) -> dict[str, Any]:
 
 
 def _series_columns(report: ReportFacts, space: Space) -> dict[str, Any]:
-    num_moments = len(report.moments)
-    series = role_series(drawn_buffers(report, space), num_moments)
-    moments = columns(total_series(series, num_moments), _DIFF_COLUMNS)
+    series, _, moments = timeline(report, space, _DIFF_COLUMNS)
     return {
-        "numMoments": num_moments,
+        "numMoments": len(report.moments),
         "moments": moments.tolist(),
         "names": [_truncate(report.moments[moment]) for moment in moments],
         "roles": [
@@ -297,12 +299,6 @@ def _footer(notes: Iterable[str], versions: Mapping[str, str | None]) -> str:
     return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
-def _missing_buffers_note(report: ReportFacts) -> list[str]:
-    if report.buffers or not (report.device_bytes or report.host_bytes):
-        return []
-    return ["this report has no single buffers: each role is drawn as one buffer that is always alive"]
-
-
 def roles_table(report: ReportFacts) -> str:
     """Make the table of bytes by role at the peak."""
     sides = [sum_by_role(at_peak(report, space)) for space in SPACES]
@@ -310,15 +306,6 @@ def roles_table(report: ReportFacts) -> str:
     rows = [[role, *(format_bytes(side.get(role, 0)) for side in sides)] for role in roles]
     rows.append(["total", *(format_bytes(sum(side.values())) for side in sides)])
     return _table(("role", "device", "host"), rows)
-
-
-def _static_changes(difference: DiffFacts) -> str:
-    rows = [
-        [space, role, format_bytes(before), format_bytes(after), signed(after - before)]
-        for space in SPACES
-        for role, (before, after) in difference.by_role(space=space).items()
-    ]
-    return _table(("memory", "role", "before", "after", "change"), rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -16,17 +16,15 @@ from ...core import ConfigError, format_bytes
 from .._facts import DiffFacts, ReportFacts, signed
 from ._content import (
     at_peak,
-    columns,
     drawn_buffers,
     fit_text,
     group_buffers,
     group_rows,
     peak_text,
     role_order,
-    role_series,
     row_text,
     shorten,
-    total_series,
+    timeline,
     with_source,
 )
 from ._styles import Style, styles
@@ -56,7 +54,10 @@ def report_png(report: ReportFacts) -> bytes:
     """Draw a report as a PNG of 1600×900: timeline by role, and the largest owners at the peak."""
     mpl = _matplotlib()
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
-        figure, grid = _figure(f"{report.target.name} · {fit_text(report)}", _subtitle(report), num_rows=1)
+        host = f" · {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
+        peak = f"peak at {peak_text(report, 'device')} · " if len(report.moments) > 1 else ""
+        subtitle = f"{peak}compiled figures, one device{host}"
+        figure, grid = _figure(f"{report.target.name} · {fit_text(report)}", subtitle, num_rows=1)
         role_styles = styles(b.role for b in report.buffers or drawn_buffers(report, "device"))
         roles = _draw_timeline(figure.add_subplot(grid[0]), report, role_styles, report.device_bytes)
         _draw_owners(figure.add_subplot(grid[1]), report, role_styles)
@@ -116,12 +117,6 @@ def _save(figure: Any) -> bytes:
     return out.getvalue()
 
 
-def _subtitle(report: ReportFacts) -> str:
-    host = f" · {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
-    peak = f"peak at {peak_text(report, 'device')} · " if len(report.moments) > 1 else ""
-    return f"{peak}compiled figures, one device{host}"
-
-
 def _legend(figure: Any, roles: Iterable[str], role_styles: Mapping[str, Style]) -> None:
     from matplotlib.patches import Patch
 
@@ -148,11 +143,9 @@ def _draw_timeline(axes: Any, report: ReportFacts, role_styles: Mapping[str, Sty
     from matplotlib.ticker import MaxNLocator
 
     num_moments = len(report.moments)
-    series = role_series(drawn_buffers(report, "device"), num_moments)
-    totals = total_series(series, num_moments)
-    moments = columns(totals, _MAX_COLUMNS)
-    # A step plot needs one more edge than columns. The first column may start after 0, because `columns` returns the
-    # position with most bytes of each range.
+    series, totals, moments = timeline(report, "device", _MAX_COLUMNS)
+    # A step plot needs one more edge than columns. The first column may start after 0, because it is the position with
+    # most bytes of its range.
     edges = np.append(moments, num_moments).astype(float)
     edges[0] = 0
     roles = [role for role in role_order(report) if role in series and series[role].any()]
@@ -175,7 +168,7 @@ def _draw_timeline(axes: Any, report: ReportFacts, role_styles: Mapping[str, Sty
     axes.set_xlim(0, num_moments)
     axes.set_ylim(0, top * 1.12)
     ticks = byte_ticks(top)
-    axes.set_yticks(ticks, [tick_text(tick) for tick in ticks])
+    axes.set_yticks(ticks, [format_bytes(tick).replace(".00 ", " ") if tick else "0" for tick in ticks])
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
@@ -245,8 +238,3 @@ def byte_ticks(top: int, count: int = 5) -> list[int]:
     scale = 10.0 ** np.floor(np.log10(rough))
     step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= rough * 0.999)
     return [round(index * step * unit) for index in range(int(top / unit / step + 1e-9) + 1)]
-
-
-def tick_text(num_bytes: int) -> str:
-    """Format a size without needless decimals: ``20 GiB``."""
-    return format_bytes(num_bytes).replace(".00 ", " ") if num_bytes else "0"

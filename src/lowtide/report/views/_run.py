@@ -16,7 +16,7 @@ import numpy as np
 
 from ...core import format_bytes
 from .._facts import SPACES, ReportFacts, Space
-from ._content import columns, drawn_buffers, peak_moment, role_order, role_series, total_series
+from ._content import drawn_buffers, peak_moment, role_order, timeline
 from ._html import asset, definitions, fill, roles_table
 from ._styles import styles
 
@@ -60,21 +60,13 @@ _TITLES = {"device": "Memory of a step, on the device", "host": "Memory of a ste
 
 
 def run_page(run: RunFacts, memory: ReportFacts | None = None) -> bytes:
-    """Make the page of a run.
-
-    Args:
-        run: the contents.
-        memory: the report of its step, if there is one.
-
-    Returns:
-        A whole HTML file in UTF-8.
-    """
+    """Make the page of a run, a whole HTML file in UTF-8; `memory` is the report of its step, if there is one."""
     parts = [
         f'<dl class="facts">{definitions(run.facts)}</dl>',
         f'<div class="charts">{"".join(_chart(chart) for chart in run.charts)}</div>',
         _samples(run.samples),
         *_memory(memory),
-        *(_table(title, rows) for title, rows in run.tables.items()),
+        *(_card(title, f'<dl class="rows">{definitions(rows)}</dl>') for title, rows in run.tables.items() if rows),
     ]
     values = {
         "title": html.escape(f"{run.name} · training run"),
@@ -101,10 +93,6 @@ def _samples(samples: Mapping[str, tuple[str, str]]) -> str:
         for title, (prompt, text) in samples.items()
     )
     return _card("Samples", f'<div class="samples">{texts}</div>')
-
-
-def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    return _card(title, f'<dl class="rows">{definitions(rows)}</dl>') if rows else ""
 
 
 # --- curves --------------------------------------------------------------------------------------------------------
@@ -228,14 +216,12 @@ def _memory(report: ReportFacts | None) -> list[str]:
 
 def _timeline(report: ReportFacts, space: Space) -> str:
     """Draw the live bytes of a space over the program, stacked by role."""
-    num_moments = len(report.moments)
-    series = role_series(drawn_buffers(report, space), num_moments)
-    totals = total_series(series, num_moments)
-    moments = columns(totals, _MAX_POINTS)
+    series, totals, moments = timeline(report, space, _MAX_POINTS)
     roles = [role for role in role_order(report) if role in series]
-    unit = _unit(float(totals.max()))
-    y = _ticks(0.0, max(float(totals.max()), 1.0) / unit[0], 4)
-    top = y[-1] * unit[0]
+    highest, units = max(float(totals.max()), 1.0), ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log2(highest) // 10), len(units) - 1)
+    y = _ticks(0.0, highest / 1024.0**power, 4)
+    top = y[-1] * 1024.0**power
     x = np.linspace(0, 100, len(moments)) if len(moments) > 1 else np.array([0.0, 100.0])
     moments = moments if len(moments) > 1 else np.repeat(moments, 2)
     base, shapes, role_styles = np.zeros(len(moments)), "", styles(role_order(report))
@@ -251,12 +237,6 @@ def _timeline(report: ReportFacts, space: Space) -> str:
         f"{format_bytes(int(series[role][peak]))}</span>"
         for role in reversed(roles)
     )
-    rows = [(100 - tick / y[-1] * 100, f"{tick:.10g} {unit[1]}") for tick in y]
+    rows = [(100 - tick / y[-1] * 100, f"{tick:.10g} {units[power]}") for tick in y]
     plot = _plot(_TITLES[space], shapes, rows, [(0.0, "start"), (100.0, "end of the program")])
     return _card(_TITLES[space], f'{plot}<div class="legend inline keys">{keys}</div>')
-
-
-def _unit(largest: float) -> tuple[float, str]:
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log2(max(largest, 1)) // 10), len(units) - 1)
-    return 1024.0**power, units[power]

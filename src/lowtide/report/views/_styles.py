@@ -12,18 +12,13 @@ import zlib
 from collections.abc import Iterable
 from typing import Literal
 
-LIGHT_BACKGROUND, DARK_BACKGROUND = "#f6f7f9", "#1b1f26"
-"""The page backgrounds with the lowest contrast."""
-
-Texture = Literal["", "/", "\\", "x"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Style:
     """Colour and texture of a role."""
 
     color: str
-    texture: Texture = ""
+    texture: Literal["", "/", "\\", "x"] = ""
     """Lines over the fill: one diagonal, the other, or both."""
 
     @property
@@ -33,19 +28,20 @@ class Style:
 
 
 _DERIVED_STYLES = {
-    "activations": Style(color="#d0661a"),
-    "gradients": Style(color="#d0436f", texture="/"),
+    "constants": Style(color="#a0705c"),
+    "code": Style(color="#73808c", texture="x"),
     "copies": Style(color="#6b83c9", texture="\\"),
-    "cotangents": Style(color="#dc3018", texture="x"),
+    "gradients": Style(color="#d0436f", texture="/"),
+    "activations": Style(color="#d0661a"),
     "recomputed": Style(color="#996666", texture="\\"),
+    "cotangents": Style(color="#dc3018", texture="x"),
     "workspaces": Style(color="#2371e7", texture="x"),
     "temporaries": Style(color="#a97f1c", texture="\\"),
     "outputs": Style(color="#2b8f45", texture="/"),
-    "constants": Style(color="#a0705c"),
-    "code": Style(color="#73808c", texture="x"),
     "unattributed": Style(color="#8a7a9b", texture="x"),
     "fragmentation": Style(color="#8d8d8d", texture="x"),
 }
+"""Styles of derived roles, from the bottom of a stack to its top."""
 _ARGUMENT_STYLES = {
     "params": Style(color="#2b76d6"),
     "frozen": Style(color="#17868a"),
@@ -61,9 +57,6 @@ _FALLBACK = (
     Style(color="#6f8a1e", texture="/"),
     Style(color="#3f78b5", texture="x"),
 )
-_BOTTOM = ("constants", "code")
-_MIDDLE = ("copies", "gradients", "activations", "recomputed", "cotangents", "workspaces", "temporaries", "outputs")
-_TOP = ("unattributed", "fragmentation")
 
 
 def styles(roles: Iterable[str]) -> dict[str, Style]:
@@ -83,10 +76,9 @@ def styles(roles: Iterable[str]) -> dict[str, Style]:
 
 def stacking_order(roles: Iterable[str]) -> list[str]:
     """Return roles from the bottom of a stack to its top: arguments as given, then derived roles, lasting first."""
-    names = list(dict.fromkeys(roles))
-    derived = {*_BOTTOM, *_MIDDLE, *_TOP}
-    arguments = [name for name in names if name not in derived]
-    return [*arguments, *(name for name in (*_BOTTOM, *_MIDDLE, *_TOP) if name in names)]
+    names = dict.fromkeys(roles)
+    arguments = [name for name in names if name not in _DERIVED_STYLES]
+    return [*arguments, *(name for name in _DERIVED_STYLES if name in names)]
 
 
 def luminance(color: str) -> float:

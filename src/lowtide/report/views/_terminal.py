@@ -15,7 +15,6 @@ from ._content import (
     SOURCE_WIDTH,
     Group,
     at_peak,
-    columns,
     drawn_buffers,
     fit_text,
     group_buffers,
@@ -23,11 +22,10 @@ from ._content import (
     peak_moment,
     peak_text,
     percent,
-    role_series,
     row_text,
     short_source,
     shorten,
-    total_series,
+    timeline,
     with_source,
 )
 from ._styles import styles
@@ -54,8 +52,10 @@ class _Column:
 def print_report(report: ReportFacts, console: Console | None, *, top: int) -> None:
     """Print a report with `top` owners per memory space; None as `console` means standard output."""
     out, width = _console(console)
+    style = {True: "bold green", False: "bold red", None: "bold"}[report.fits]
+    head = _text(f"Compiled bytes on one device of {_target(report)}\n", "bold").append(fit_text(report), style=style)
     with out:  # collect one output, because a notebook shows each separately
-        out.print(_headline(report), soft_wrap=False)
+        out.print(head, soft_wrap=False)
         for space in SPACES:
             buffers = at_peak(report, space)
             if space == "host" and not buffers:
@@ -109,11 +109,6 @@ def _target(report: ReportFacts) -> str:
     return "this machine" if report.target.name == "here" else report.target.name
 
 
-def _headline(report: ReportFacts) -> Text:
-    style = {True: "bold green", False: "bold red", None: "bold"}[report.fits]
-    return _text(f"Compiled bytes on one device of {_target(report)}\n", "bold").append(fit_text(report), style=style)
-
-
 def _section(space: Space, report: ReportFacts, width: int) -> Text:
     total = format_bytes(sum(b.num_bytes for b in at_peak(report, space)))
     text = _text("On the host" if space == "host" else "At the peak", "bold")
@@ -153,9 +148,7 @@ def _legend(roles: dict[str, int], width: int) -> Text:
 
 
 def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int) -> None:
-    series = role_series(drawn_buffers(report, space), len(report.moments))
-    totals = total_series(series, len(report.moments))
-    moments = columns(totals, width)
+    _, totals, moments = timeline(report, space, width)
     highest = max(1, int(totals.max()))
     cell_width = max(1, min(8, width // len(moments)))
     # Three rows of blocks with eight heights each give 24 levels.

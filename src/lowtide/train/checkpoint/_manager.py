@@ -47,9 +47,9 @@ from ._storage import (
     checkpoint_bytes,
     checksummed_folder,
     chunking,
-    concurrent_bytes,
     find_damage,
     flatten_state,
+    largest_leaf,
     read_leaves,
     unflatten_state,
     warn_of_random,
@@ -118,9 +118,12 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # takes a second; `import lowtide` does not need it
 
         self._ocp = ocp
-        self._limit_bytes = None if like is None else concurrent_bytes(like)
+        self._limit_bytes = None if like is None else largest_leaf(like) + CHUNK_BYTES
         self._is_copied = like is None or checkpoint_bytes(like).is_copied
-        self.directory = _resolve_folder(directory)
+        if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):
+            hint = "mount the bucket (gcsfuse, mountpoint-s3), and pass the path of the mount"
+            raise ConfigError(f"checkpoint_dir must be a folder, but {str(directory)!r} is a URL", hint=hint)
+        self.directory = Path(directory).expanduser().resolve()
         if not os.path.isdir(self.directory):  # an existing folder may be read-only
             _check_folder(self.directory)
         _refuse_foreign(self.directory)
@@ -347,7 +350,10 @@ class Checkpoints:
             StructureError: for a checkpoint of another model, or over another base.
             StateError: when it cannot be read, or differs from what was written.
         """
-        self._verify(step)
+        # Each process verifies a part of the files; all raise if any file is damaged.
+        reason = find_damage(self.directory / str(step), jax.process_index(), jax.process_count())
+        if any_process(reason is not None, _VERIFY_SECONDS):
+            raise self._damage_error(step, reason or "another process has found the damage")
         try:
             notes = self.notes(step)
             saved, current = notes.get("arrangement"), given["arrangement"]
@@ -374,12 +380,6 @@ class Checkpoints:
             f"the checkpoint of step {step} in {self.directory} is damaged: {reason}",
             hint="restore() loads the newest checkpoint that can be read",
         )
-
-    def _verify(self, step: int) -> None:
-        """Verify checksums, a part of the files in each process; all raise `StateError` if any file is damaged."""
-        reason = find_damage(self.directory / str(step), jax.process_index(), jax.process_count())
-        if any_process(reason is not None, _VERIFY_SECONDS):
-            raise self._damage_error(step, reason or "another process has found the damage")
 
     def newest(
         self, like: Tree, given: Mapping[str, Any], give_up: Callable[[], Any]
@@ -488,8 +488,18 @@ class _Retention:
         self._evaluations: dict[int, dict[str, float]] = {}
         self._changed_step: int | None = None
         """Step at which weights were changed since they were evaluated or restored."""
-        if best is not None and (directory / _EVALUATIONS).is_file():
-            self._evaluations = _read_evaluations(directory / _EVALUATIONS)
+        path = directory / _EVALUATIONS
+        if best is not None and path.is_file():
+            try:
+                results = json.loads(path.read_text(encoding="utf-8")).items()
+                self._evaluations = {int(step): dict(values) for step, values in results}
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                warnings.warn(
+                    f"{path} is damaged, so the best checkpoint is not known: {error}\n"
+                    "hint: the next evaluation writes it again",
+                    UserWarning,
+                    stacklevel=user_stacklevel(),
+                )
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return for each checkpoint, oldest first, whether it is kept; Orbax's ``PreservationPolicy``."""
@@ -533,28 +543,7 @@ class _Retention:
         return self._sign * self._evaluations.get(step, {}).get(self.best or "", math.inf)
 
 
-def _read_evaluations(path: Path) -> dict[int, dict[str, float]]:
-    try:
-        return {int(step): dict(values) for step, values in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        warnings.warn(
-            f"{path} is damaged, so the best checkpoint is not known: {error}\n"
-            "hint: the next evaluation writes it again",
-            UserWarning,
-            stacklevel=4,
-        )
-        return {}
-
-
 # --- folders: validation, and deletion in the background -------------------------------------------------------------
-
-
-def _resolve_folder(directory: str | Path) -> Path:
-    """Return the absolute path of a folder; raise `ConfigError` for the address of a bucket."""
-    if re.match(r"[A-Za-z][\w+.-]+:/", str(directory)):
-        hint = "mount the bucket (gcsfuse, mountpoint-s3), and pass the path of the mount"
-        raise ConfigError(f"checkpoint_dir must be a folder, but {str(directory)!r} is a URL", hint=hint)
-    return Path(directory).expanduser().resolve()
 
 
 def _check_folder(directory: Path) -> None:

@@ -109,8 +109,15 @@ class Snapshots:
 
     def recover(self) -> str:
         """Restore a valid state after an exception, or raise `StateError`; return a message about what was done."""
-        if self._processes.count > 1:
-            return self._multi_process_message()
+        if self._processes.count > 1:  # one of several processes cannot restore alone
+            latest = None if self.checkpoints is None else self.checkpoints.latest_step()
+            newest = "there is no checkpoint" if latest is None else f"the newest checkpoint is of step {latest}"
+            if self.is_alive():
+                return (
+                    f"the trainer holds the state of step {self._store.step}; fit goes on from there if all processes "
+                    f"are alive; otherwise start all processes again and restore: {newest}"
+                )
+            return f"the step that failed had consumed its state; start all processes again and restore: {newest}"
         if self.is_alive():
             return f"the trainer holds the state of step {self._store.step}; fit goes on from there"
         step = self.roll_back()
@@ -118,17 +125,6 @@ class Snapshots:
             hint = "make a new Trainer from the model's weights; rollback=True or a checkpoint_dir keeps a copy"
             raise StateError("a step failed after it had consumed its state, and there is no copy of it", hint=hint)
         return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
-
-    def _multi_process_message(self) -> str:
-        """Return a message about the state after an exception in one of several processes; it cannot restore alone."""
-        latest = None if self.checkpoints is None else self.checkpoints.latest_step()
-        newest = "there is no checkpoint" if latest is None else f"the newest checkpoint is of step {latest}"
-        if self.is_alive():
-            return (
-                f"the trainer holds the state of step {self._store.step}; fit goes on from there if all processes "
-                f"are alive; otherwise start all processes again and restore: {newest}"
-            )
-        return f"the step that failed had consumed its state; start all processes again and restore: {newest}"
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -139,7 +135,6 @@ class Snapshots:
         self._store.borrow(lend=False)
 
     def save(self, metadata: RunMetadata) -> bool:
-        """Start to write a checkpoint of the state; see `Trainer.save`."""
         checkpoints = require_checkpoints(self.checkpoints, "save")
         state, positions = self._store.state, self._processes.positions(metadata.position)
         content = {"positions": positions, **self._identity(), "callbacks": metadata.callbacks}
@@ -149,7 +144,6 @@ class Snapshots:
         return is_new
 
     def restore(self, step: int | None = None, *, best: bool = False) -> int | None:
-        """Load a checkpoint; see `Trainer.restore`."""
         checkpoints = require_checkpoints(self.checkpoints, "restore")
         if best and step is not None:
             raise ConfigError(f"restore takes step or best, not both step={step} and best=True")
@@ -237,7 +231,6 @@ class HostSnapshot:
         self._arrays = [_HostArray(leaf) for leaf in leaves]
 
     def restore(self) -> Tree:
-        """Return the arrays with their original placement."""
         return self._structure.unflatten([array.restore() for array in self._arrays])
 
 
@@ -249,10 +242,8 @@ class _HostArray:
         leaf = key_numbers(leaf)
         self._shape, self._sharding = leaf.shape, leaf.sharding
         # On a CPU, NumPy would share the buffer, which the next step consumes.
-        parts: dict[str, np.ndarray] = {}  # one copy of each shard that several devices hold
-        for shard in leaf.addressable_shards:
-            if str(shard.index) not in parts:
-                parts[str(shard.index)] = np.array(shard.data, copy=True)
+        shards = {str(shard.index): shard for shard in leaf.addressable_shards}  # each once, if several devices hold it
+        parts = {index: np.array(shard.data, copy=True) for index, shard in shards.items()}
         self._shards = [(shard.device, parts[str(shard.index)]) for shard in leaf.addressable_shards]
 
     def restore(self) -> Any:

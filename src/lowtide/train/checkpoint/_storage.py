@@ -17,7 +17,7 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,11 +120,6 @@ class CheckpointBytes:
     of the largest leaf. Otherwise training waits, and leaves are copied one after the other."""
 
 
-def concurrent_bytes(state: Tree) -> int:
-    """Return the bytes of leaves that Orbax may write at once: the largest leaf, and `CHUNK_BYTES`."""
-    return largest_leaf(state) + CHUNK_BYTES
-
-
 def checkpoint_bytes(state: Tree) -> CheckpointBytes:
     """Predict the host memory that a process needs to save and restore a checkpoint, in addition to the state.
 
@@ -149,11 +144,12 @@ def checkpoint_bytes(state: Tree) -> CheckpointBytes:
     total_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     copied_bytes = sum(_copied_bytes(leaf) for leaf in leaves)
     extra_bytes = max((chunking(leaf)["chunk_byte_size"] for leaf in leaves), default=CHUNK_BYTES) - CHUNK_BYTES
-    written_bytes = min(2 * total_bytes, largest_leaf(state) + 7 * CHUNK_BYTES + 2 * extra_bytes)
-    is_copied = copied_bytes <= max(_COPY_BYTES, largest_leaf(state))
+    largest_bytes = largest_leaf(state)
+    written_bytes = min(2 * total_bytes, largest_bytes + 7 * CHUNK_BYTES + 2 * extra_bytes)
+    is_copied = copied_bytes <= max(_COPY_BYTES, largest_bytes)
     staged_bytes = max((_part_bytes(leaf) for leaf in leaves if on_host(getattr(leaf, "sharding", None))), default=0)
     return CheckpointBytes(
-        saving=written_bytes + (copied_bytes if is_copied else min(copied_bytes, concurrent_bytes(state))),
+        saving=written_bytes + (copied_bytes if is_copied else min(copied_bytes, largest_bytes + CHUNK_BYTES)),
         restoring=staged_bytes + min(2 * total_bytes, 8 * CHUNK_BYTES + 3 * extra_bytes),
         is_copied=is_copied,
     )
@@ -185,7 +181,10 @@ def unflatten_state(values: dict[str, Any], like: Tree) -> Tree:
 
     def restore_leaf(path: str, leaf: Any) -> Any:
         if _name(path) in values:
-            return _with_host_type(values.pop(_name(path)))
+            array = values.pop(_name(path))
+            # Orbax assembles arrays from shards. JAX then keeps host memory in the sharding, but not in the type (jax
+            # 0.10.2), and a program would treat the arrays as device arrays.
+            return jax.device_put(array, jax.memory.Space.Host) if on_host(array.sharding) else array
         return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # no elements, hence not stored
 
     return map_with_paths(restore_leaf, like)
@@ -298,12 +297,6 @@ def warn_of_random(step: int, saved: Mapping[str, Any] | None, current: Mapping[
         )
 
 
-def _with_host_type(leaf: Any) -> Any:
-    # Orbax assembles arrays from shards. JAX then keeps host memory in the sharding, but not in the type (jax 0.10.2),
-    # and a program would treat the arrays as device arrays.
-    return jax.device_put(leaf, jax.memory.Space.Host) if on_host(leaf.sharding) else leaf
-
-
 def _name(path: str) -> str:
     return path.replace("/", ".")
 
@@ -343,7 +336,14 @@ def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
     chunk = _join_chunks(stored.chunk_layout.read_chunk.shape or (), stored.shape, itemsize)
     size = math.prod(chunk) * itemsize
     pending_reads: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
-    cuts = _split_index(index, chunk)
+    parts = [  # the parts of each axis that the borders of the chunks separate
+        [
+            slice(max(start, axis.start), min(start + size, axis.stop))
+            for start in range(axis.start // size * size, axis.stop, size)
+        ]
+        for axis, size in zip(index, chunk, strict=True)
+    ]
+    cuts = itertools.product(*parts)
     while True:
         for cut in itertools.islice(cuts, max(1, _AHEAD_BYTES // size) - len(pending_reads)):
             start = tuple(cut_axis.start - axis.start for cut_axis, axis in zip(cut, index, strict=True))
@@ -361,18 +361,6 @@ def _join_chunks(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) 
         max_chunks = _JOINED_BYTES // (math.prod(sizes) * itemsize)
         sizes[axis] *= max(1, min(max_chunks, -(-shape[axis] // sizes[axis])))
     return tuple(sizes)
-
-
-def _split_index(index: tuple[slice, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Yield the parts of an index that the borders of a grid of chunks separate."""
-    axes = [
-        [
-            slice(max(start, axis.start), min(start + size, axis.stop))
-            for start in range(axis.start // size * size, axis.stop, size)
-        ]
-        for axis, size in zip(index, chunk, strict=True)
-    ]
-    return iter(itertools.product(*axes))
 
 
 # --- checksums of files, which detect damage before any contents are used --------------------------------------------
@@ -449,7 +437,6 @@ def _compute_checksums(paths: Iterable[Path], *, is_new: bool = False) -> list[t
 
 
 def _compute_checksum(path: Path, is_new: bool) -> tuple[int, str]:
-    """Return the size of a file in bytes, and its checksum."""
     crc, size, buffer = 0, 0, memoryview(bytearray(_BUFFER_BYTES))
     with open(path, "rb", buffering=0) as file:
         if is_new:
