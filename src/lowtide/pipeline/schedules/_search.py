@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Real
+from types import NoneType
 from typing import Any
 
 from ...core import ConfigError, ScheduleError, check_choice, check_integer, check_type, is_count
@@ -123,7 +124,8 @@ class _AutoSearch:
     """Required rank of each stage, for layers that are placed before their costs are known; None allows any."""
 
     def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Schedule:
-        limit: Any = memory_limit if memory_limit is None or isinstance(memory_limit, (int, float, Real)) else tuple(memory_limit)
+        limits: Any = memory_limit
+        limit: Any = limits if isinstance(limits, (Real, NoneType)) else tuple(limits)
         return _make_again(self, costs, limit if self.memory_limit is None else self.memory_limit)
 
     def best(self, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
