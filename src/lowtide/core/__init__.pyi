@@ -88,7 +88,7 @@ from ._placement import Pieces as Pieces
 from ._placement import activation_sharding as activation_sharding
 from ._placement import assemble as assemble
 from ._placement import axis_names as axis_names
-from ._placement import canonical as canonical
+from ._placement import canonical_array as canonical_array
 from ._placement import explicit_mesh as explicit_mesh
 from ._placement import is_staged as is_staged
 from ._placement import lookup_sharding as lookup_sharding

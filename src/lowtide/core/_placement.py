@@ -76,7 +76,7 @@ def _refuse_derivative(*_: Any) -> NoReturn:  # pyright: ignore[reportUnusedFunc
     )
 
 
-def canonical(leaf: Any) -> np.ndarray:
+def canonical_array(leaf: Any) -> np.ndarray:
     """Convert an array to NumPy, in a dtype that JAX has."""
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
@@ -101,7 +101,7 @@ def put(leaf: Any, sharding: Any) -> Any:
         return jax.device_put(leaf, sharding)
     if is_key(leaf):
         return jax.random.wrap_key_data(put(key_numbers(leaf), sharding), impl=jax.random.key_impl(leaf))
-    array = canonical(leaf)
+    array = canonical_array(leaf)
     # Not `device_put`: if each process has one device, JAX (to 0.12 at least) would make an array whose shards cannot
     # be read. The parts are copies: on a CPU JAX may share NumPy's buffers, and the next step consumes trainable
     # arrays.

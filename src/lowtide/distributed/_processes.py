@@ -194,7 +194,7 @@ class Processes:
             self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
-        """Yield batches until `leaving` ends the loop in any process; raise where one has more than another."""
+        """Yield batches until `ending_together` ends the loop in any process; raise where one has more than another."""
         for number, batch in enumerate(data):
             # The first batch is always yielded, because means over no batch would raise.
             self.has_left = self._should_leave(f"{number} or more") and number > 0
@@ -204,7 +204,7 @@ class Processes:
         self._should_leave("no more")
 
     @contextlib.contextmanager
-    def leaving(self, ends: Callable[[], bool]) -> Generator[None]:
+    def ending_together(self, ends: Callable[[], bool]) -> Generator[None]:
         """End the loop over `batches` in this block when `ends()` is true in any process, and set `has_left`."""
         self._should_end, self.has_left = ends, False
         try:
@@ -257,14 +257,14 @@ class Processes:
         """Return whether something happened in any process; all processes have to call this."""
         return happened if self.count == 1 else any_process(happened, self._rules.timeout_seconds)
 
-    def least(self, number: int | None) -> int | None:
+    def min_over_processes(self, number: int | None) -> int | None:
         """Return the smallest number of all processes, or None if any passes None; all processes have to call this."""
         if self.count == 1:
             return number
         numbers = [facts["bytes left"] for facts in self._exchange({"bytes left": number})]
         return None if None in numbers else min(numbers)
 
-    def in_turn(self, results: Tree) -> Tree:
+    def wait_on_cpu(self, results: Tree) -> Tree:
         """Return `results`; with several processes on CPUs, wait until they are ready."""
         # On CPUs, the collectives of two programs that run at once may wait for each other's threads forever.
         # Accelerators run one program after the other.
@@ -272,7 +272,7 @@ class Processes:
             jax.block_until_ready(results)
         return results
 
-    def vote(self, wish: int) -> Any:
+    def max_action(self, wish: int) -> Any:
         """Return the highest action that any process requests, as an array that is ready after the dispatched step."""
         if self.count == 1:
             return wish
@@ -281,7 +281,7 @@ class Processes:
         sharding = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
         local_wishes = np.full(self._num_devices, wish, np.int32)
         wishes = jax.make_array_from_process_local_data(sharding, local_wishes, (mesh.size,))
-        return self.in_turn(self._max(wishes))
+        return self.wait_on_cpu(self._max(wishes))
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:

@@ -30,7 +30,7 @@ from ..core import (
     SelectionError,
     StructureError,
     Tree,
-    canonical,
+    canonical_array,
     check_integer,
     is_array_like,
     is_key,
@@ -329,7 +329,7 @@ class ShardingRules:
             if not isinstance(leaf, jax.Array) and jax.default_backend() == "cpu":
                 leaf = np.array(leaf)  # jax shares the buffer on a CPU, and a loader may refill it during the step
             if self._is_local(leaf) and jax.process_count() > 1 and shape:
-                return jax.make_array_from_process_local_data(sharding, canonical(leaf), shape)
+                return jax.make_array_from_process_local_data(sharding, canonical_array(leaf), shape)
             return put(leaf, sharding)
 
         return map_with_paths(put_leaf, batch)

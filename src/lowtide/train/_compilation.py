@@ -152,7 +152,7 @@ class CompiledStep:
             trainable, opt_state, mutable, step, metrics = called(compiled, *self._arguments(on_device))
             self._store.set(TrainState(step, trainable, opt_state, mutable))
             on_dispatch(metrics)
-        return self._processes.in_turn(metrics)
+        return self._processes.wait_on_cpu(metrics)
 
     def place(self, batch: Tree, *, is_training: bool = True) -> Tree:
         if self._sharding is None:
@@ -202,7 +202,7 @@ class CompiledStep:
         else:
             report = analyze_compiled(program, roles=_ROLES)
         # Devices of other processes may have less memory left; all processes choose by the smallest number.
-        return Trial(step, program, report, self._processes.least(self._free_bytes(report)))
+        return Trial(step, program, report, self._processes.min_over_processes(self._free_bytes(report)))
 
     def _step_for(self, shapes: Tree) -> TrainingStep:
         key = self._key(shapes)

@@ -56,7 +56,7 @@ class Evaluation:
         parts, count, sums = self._store.parts, self._store.state.step, None
         for index, batch in enumerate(self._processes.batches(data)):
             on_device = self._compiled.place(batch, is_training=False)
-            batch_sums = self._processes.in_turn(self._means(parts, count, index, on_device))
+            batch_sums = self._processes.wait_on_cpu(self._means(parts, count, index, on_device))
             jax.block_until_ready(sums)  # keeps at most two batches on the device, however fast they are read
             sums = batch_sums if sums is None else jax.tree.map(jnp.add, sums, batch_sums)
         if sums is None:
@@ -82,7 +82,7 @@ class Evaluation:
                 raise StateError("predict_batches was called inside of averaged and is read outside, or the reverse")
             # The current leaves, because steps may run between two batches. A local variable would keep them alive.
             outputs = run(self._store.parts, self._compiled.place(batch, is_training=False))
-            pending.append(self._processes.in_turn(outputs))
+            pending.append(self._processes.wait_on_cpu(outputs))
             if len(pending) > 1:
                 yield jax.device_get(pending.pop(0))
         yield from map(jax.device_get, pending)

@@ -323,7 +323,7 @@ class Session:
         started = time.perf_counter()
         self.compiled.run(batch, lambda metrics: self._pending.append(_DispatchedStep(step + 1, metrics, started)))
         action = _TERMINATE if self._sigterm.has_arrived else _STOP * self.is_stopped
-        self._pending[-1] = self._pending[-1]._replace(vote=self.processes.vote(action))
+        self._pending[-1] = self._pending[-1]._replace(vote=self.processes.max_action(action))
         yield from self.settle(int(not self.listeners.is_immediate))
         yield Event("step_end", step + 1)
         if self.eval_every and (step + 1) % self.eval_every == 0:
@@ -388,7 +388,10 @@ class Session:
             return
         yield Event("evaluate_begin")
         values = None
-        with contextlib.suppress(TerminationRequested), self.processes.leaving(lambda: self._sigterm.has_arrived):
+        with (
+            contextlib.suppress(TerminationRequested),
+            self.processes.ending_together(lambda: self._sigterm.has_arrived),
+        ):
             self.store.refresh()
             values = self.evaluation.means(self._sigterm.batches(self.eval_data))
         if values is None or self.processes.has_left:  # the run that continues evaluates again

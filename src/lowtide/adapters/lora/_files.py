@@ -150,7 +150,7 @@ def save(
             entries[name] = kind.entry(site.node, 1.0 if scales is None else float(scales[layer]))
             if ranks is not None and ranks[layer] != site.node.rank:
                 entries[name] = layer_entry(entries[name], ranks[layer])
-            ends = kind.tensor_ends(dora=entries[name].get("dora", False), table=name in tables)
+            ends = kind.tensor_suffixes(dora=entries[name].get("dora", False), table=name in tables)
             for leaf, key in tensor_keys(name, ends).items():
                 values = leaves[leaf]
                 if stacked := len(site.weight.shape) - 2:  # number of leading axes: layers, and experts of each

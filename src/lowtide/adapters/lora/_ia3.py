@@ -164,7 +164,7 @@ class _IA3(AdapterKind):
     def patterns(self, file: Any) -> list[str]:
         return [file.feedforward_modules] if isinstance(file.feedforward_modules, str) else []
 
-    def tensor_ends(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+    def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
         return {"lora_scale": "ia3_l"}
 
     def entry(self, node: Any, scale: float) -> dict[str, Any]:

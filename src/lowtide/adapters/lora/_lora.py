@@ -645,7 +645,7 @@ class _LoRA(AdapterKind):
     def patterns(self, file: Any) -> list[str]:
         return [suffix_pattern(end) for end in (*(file.rank_pattern or ()), *(file.alpha_pattern or ()))]
 
-    def tensor_ends(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+    def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
         ends = {"lora_a": "lora_embedding_B", "lora_b": "lora_embedding_A"} if table else {**LORA_TENSORS}
         return {**ends, "lora_magnitude": "lora_magnitude_vector"} if dora else ends
 

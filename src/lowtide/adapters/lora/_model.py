@@ -271,7 +271,7 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Matched:
+class MatchedWeight:
     """One weight with an adapter."""
 
     path: str
@@ -294,7 +294,7 @@ class Matched:
 class Report:
     """All weights of a model that have an adapter."""
 
-    matched: tuple[Matched, ...]
+    matched: tuple[MatchedWeight, ...]
     """One entry per weight, in the order of the tree."""
 
     @property
@@ -338,13 +338,13 @@ def report(model: Tree) -> Report:
         w: LoRA of rank 2 on [4, 4], 16 parameters, 64 B
         1 weights, 16 parameters, 64 B
     """
-    rows: list[Matched] = []
+    rows: list[MatchedWeight] = []
     for site in adapted_sites(model):
         leaves = [(path, leaf) for path, leaf in leaves_with_paths(site.node) if path.split("/")[0] != "weight"]
         trainable = [leaf for path, leaf in leaves if match_path(path, TRAINABLE)]
         size = sum(leaf_bytes(leaf) for leaf in trainable)
         rows.append(
-            Matched(
+            MatchedWeight(
                 path=site.path,
                 kind=site.node.kind,
                 rank=site.node.rank,

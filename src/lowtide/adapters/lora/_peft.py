@@ -91,7 +91,7 @@ class AdapterKind(Protocol):
         return []
 
     @abstractmethod
-    def tensor_ends(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+    def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
         """Return the ends of the file's names of a node's leaves, by leaf; those of a table are transposed there."""
         ...
 
@@ -170,7 +170,7 @@ class PeftConfig:
 
     def tensors(self, module: str) -> dict[str, str]:
         """Return the file's names of the leaves of a module's node, by leaf."""
-        return tensor_keys(module, self.kind.tensor_ends(dora=self.dora, table=module in self.tables))
+        return tensor_keys(module, self.kind.tensor_suffixes(dora=self.dora, table=module in self.tables))
 
     def targets(self, module: str) -> bool:
         """Return whether a module has an adapter; True when the file does not say."""

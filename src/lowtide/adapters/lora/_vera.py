@@ -187,7 +187,7 @@ class _VeRA(AdapterKind):
             message = f"{path}: option 'save_projection' is false: the projections are not in the file"
             raise ModelFileError(message, hint="load it with PEFT, set save_projection there, and save it again")
 
-    def tensor_ends(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+    def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
         return {"lora_lambda_d": "vera_lambda_d", "lora_lambda_b": "vera_lambda_b"}
 
     def entry(self, node: Any, scale: float) -> dict[str, Any]:
