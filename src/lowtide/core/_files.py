@@ -110,19 +110,22 @@ def read_input(path: Path, *, most_bytes: int) -> bytes:
     return content
 
 
-def parse_json_value(content: bytes, file_name: str) -> Any:
+def parse_json_value(content: bytes, file_name: str, *, allow_nan: bool = False) -> Any:
     """Parse a JSON value of any type, without anything that the JSON standard leaves open.
+
+    With `allow_nan`, numbers may be NaN or infinite, as Python writes them.
 
     Raises:
         ModelFileError: when the content is not JSON, repeats a name in one object, or has a non-finite number, half a
             surrogate pair, or more levels than `MAX_DEPTH`.
     """
+    parse_number = float if allow_nan else _parse_number
     try:
         value = json.loads(
             content.decode("utf-8"),
             object_pairs_hook=_check_unique,
-            parse_constant=_parse_number,
-            parse_float=_parse_number,
+            parse_constant=parse_number,
+            parse_float=parse_number,
             parse_int=_parse_integer,
         )
         _check_values(value)
@@ -131,13 +134,13 @@ def parse_json_value(content: bytes, file_name: str) -> Any:
     return value
 
 
-def parse_json(content: bytes, file_name: str) -> dict[str, Any]:
+def parse_json(content: bytes, file_name: str, *, allow_nan: bool = False) -> dict[str, Any]:
     """Parse a JSON object with the strictness of `parse_json_value`.
 
     Raises:
         ModelFileError: when the content is not a JSON object, or `parse_json_value` refuses it.
     """
-    value = parse_json_value(content, file_name)
+    value = parse_json_value(content, file_name, allow_nan=allow_nan)
     if not isinstance(value, dict):
         raise ModelFileError(f"{file_name}: not a JSON object", got=type(value).__name__, hint=_COPY_AGAIN)
     return value  # pyright: ignore[reportUnknownVariableType]

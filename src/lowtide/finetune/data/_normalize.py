@@ -184,7 +184,7 @@ def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example 
         return None
     with as_data_error():
         validate(_SCHEMAS[kind], record, location, hint=_CHAT_HINT if kind == "messages" else _HINT)
-    _check_unicode(record, location)
+    _check_values({name: record[name] for name in _SCHEMAS[kind].model_fields if name in record}, location)
     for name in _KINDS[kind]:
         _check_turns(record[name], location)
     if kind == "text":
@@ -240,10 +240,10 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
     raise DataError(f"{location}: {problem}", expected=expected, got=_list_fields(raw), hint=hint)
 
 
-def parse_list(content: bytes, where: str) -> list[Any]:
+def parse_list(content: bytes, where: str, *, allow_nan: bool = False) -> list[Any]:
     """Parse a JSON list with the strictness of `parse_json_value`; anything else raises DataError."""
     try:
-        value = parse_json_value(content, where)
+        value = parse_json_value(content, where, allow_nan=allow_nan)
     except ModelFileError as error:
         raise DataError(error.message, got=error.got, hint=_remedy(content)) from error
     if not isinstance(value, list):
@@ -316,12 +316,16 @@ def _is_blank(value: Any) -> bool:
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
-def _check_unicode(record: Mapping[str, Any], location: str) -> None:
+def _check_values(fields: Mapping[str, Any], location: str) -> None:
+    """Raise for text and numbers that JSON cannot hold; columns that are not read may hold NaN."""
     try:
-        json.dumps(record, ensure_ascii=False, default=str).encode("utf-8")
+        json.dumps(fields, ensure_ascii=False, allow_nan=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
         hint = "write the file again; half of a surrogate pair (\\ud800 to \\udfff) is not a character"
         raise DataError(f"{location}: the text is not valid Unicode", got=str(error), hint=hint) from error
+    except ValueError as error:
+        hint = "replace NaN and Infinity with null or a finite number"
+        raise DataError(f"{location}: a number is not finite", got=str(error), hint=hint) from error
 
 
 def _list_fields(raw: Mapping[str, Any]) -> str:

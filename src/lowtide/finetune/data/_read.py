@@ -204,7 +204,7 @@ def _read_lines(path: Path) -> _RawRecords:
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
                 with as_data_error("write one standard JSON object a line"):
-                    record = parse_json(line, location)
+                    record = parse_json(line, location, allow_nan=True)
                 yield location, record
 
 
@@ -217,7 +217,8 @@ def _read_json(path: Path) -> _RawRecords:
         limit = format_bytes(_MOST_JSON_BYTES)
         hint = "write JSON lines (.jsonl), which are not read as a whole: jq -c '.[]' data.json > data.jsonl"
         raise DataError(f"{path}: the JSON list is larger than {limit}", got=format_bytes(size), hint=hint)
-    for number, record in enumerate(parse_list(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path)), 1):
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    for number, record in enumerate(parse_list(content, str(path), allow_nan=True), 1):
         if not isinstance(record, dict):
             hint = "write a list of objects"
             raise DataError(f"{path}: record {number} is not an object", got=shown(record), hint=hint)
@@ -232,7 +233,7 @@ def _is_json_lines(path: Path) -> bool:
         if not first.startswith(b"{"):
             return False
         try:
-            parse_json(first, str(path))
+            parse_json(first, str(path), allow_nan=True)
         except ValueError:  # no object
             return False
         return next(lines, b"").startswith(b"{")
