@@ -150,7 +150,12 @@ class _UseSet(set[Use]):
 
 
 def _is_kernel(node: Any) -> bool:
-    """Return whether a weight has two groups of axes, [*stack, *m, *n], as `lora.LoRAKernel` has."""
+    """Return whether a weight has two groups of axes, [*stack, *m, *n], as `lora.LoRAKernel` has.
+
+    Such a node has the numbers of axes `ndim`, `num_stacked`, `num_rows` and `num_columns`, and two methods.
+    ``transposed(order)`` returns None where the order mixes the groups. ``through`` computes a function that is linear
+    in the weight.
+    """
     return hasattr(node, "through") and hasattr(node, "num_rows")
 
 

@@ -116,8 +116,8 @@ def parse_json_value(content: bytes, file_name: str, *, allow_nan: bool = False)
     With `allow_nan`, numbers may be NaN or infinite, as Python writes them.
 
     Raises:
-        ModelFileError: when the content is not JSON, repeats a name in one object, or has a non-finite number, half a
-            surrogate pair, or more levels than `MAX_DEPTH`.
+        ModelFileError: when the content is not JSON, repeats a name in one object, or has half a surrogate pair, more
+            levels than `MAX_DEPTH` or, without `allow_nan`, a non-finite number.
     """
     parse_number = float if allow_nan else _parse_number
     try:

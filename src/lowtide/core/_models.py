@@ -148,7 +148,13 @@ class LayerStack:
     def shapes(self, outer: Tree, layer: Tree, batch: Tree) -> StackShapes:
         """Trace the three functions and check that they fit together, so that errors name the function at fault.
 
-        Arguments are arrays or shapes; `layer` is one layer, without the leading axis. Nothing is computed.
+        Args:
+            outer: arrays or shapes of the parameters outside the stack.
+            layer: arrays or shapes of one layer, without the leading axis.
+            batch: arrays or shapes of one batch.
+
+        Returns:
+            Shapes of the results; nothing is computed.
 
         Raises:
             StructureError: when `block` returns another structure, shape or dtype than its input, or `last` does not

@@ -57,6 +57,9 @@ def select(tree: Tree, selector: Selector) -> list[bool]:
             ``(path, leaf) -> bool``. A leaf is selected when any pattern matches it and no glob with a leading ``!``
             does.
 
+    Returns:
+        One boolean per leaf.
+
     Raises:
         SelectionError: when a pattern, or an alternative in its braces, matches no leaf, or nothing is selected.
 
@@ -254,7 +257,10 @@ def partition(tree: Tree, selector: Selector) -> tuple[Tree, Tree]:
 
 
 def combine(*trees: Tree) -> Tree:
-    """Combine the halves of `partition`, or any trees of one structure, with `None` where a tree lacks a leaf.
+    """Combine the halves of `partition`, or any trees with disjoint leaves.
+
+    Args:
+        *trees: trees of the same structure, with `None` where a tree lacks a leaf.
 
     Raises:
         StructureError: when the structures differ, or two trees hold a leaf at the same path.

@@ -272,16 +272,16 @@ class Processes:
             jax.block_until_ready(results)
         return results
 
-    def max_action(self, wish: int) -> Any:
+    def max_action(self, action: int) -> Any:
         """Return the highest action that any process requests, as an array that is ready after the dispatched step."""
         if self.count == 1:
-            return wish
+            return action
         # The maximum is a collective that is dispatched like a step. The host reads it later, so it does not wait here.
         mesh = self._rules.mesh
         sharding = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
-        local_wishes = np.full(self._num_devices, wish, np.int32)
-        wishes = jax.make_array_from_process_local_data(sharding, local_wishes, (mesh.size,))
-        return self.wait_on_cpu(self._max(wishes))
+        local_actions = np.full(self._num_devices, action, np.int32)
+        actions = jax.make_array_from_process_local_data(sharding, local_actions, (mesh.size,))
+        return self.wait_on_cpu(self._max(actions))
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:

@@ -347,7 +347,7 @@ def write_merged(
     chat_template: str | Path | None = None,
     tokenizer: str | Path | None = None,
 ) -> models.Decoder:
-    """Merge adapters into their base, write the directory of a whole model, and return the merged model.
+    """Merge adapters into their base, and write the directory of a whole model.
 
     Args:
         directory: the base in Hugging Face's layout, or a GGUF file; None: the embedded model.
@@ -358,6 +358,9 @@ def write_merged(
         max_shard_bytes: the most bytes in one file.
         chat_template: a file to write as `chat_template.jinja`; None: the base's template, if it has one.
         tokenizer: the folder of the base's tokenizer; None: the base's directory. A GGUF file needs one.
+
+    Returns:
+        The merged model.
 
     Raises:
         OutputError: when the folder is not empty or cannot be written.

@@ -49,6 +49,9 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
         config: the settings. From the model only `config.json` is read; the files of `adapter`, if set, are read.
         target: device to compile for; None for the hardware at hand.
 
+    Returns:
+        The memory that it needs on one device.
+
     Raises:
         ModelFileError: when `config.json` cannot be read.
         SelectionError: when a target matches nothing.

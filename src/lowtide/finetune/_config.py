@@ -244,7 +244,14 @@ class FinetuneConfig:
 
 
 def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
-    """Build a configuration from field names and plain values, as in TOML; `where` is their source, for messages.
+    """Build a configuration from plain values.
+
+    Args:
+        values: field names and values, as in TOML.
+        where: source of the values, for messages.
+
+    Returns:
+        The configuration.
 
     Raises:
         ConfigError: for an unknown field (with near misses), a value of the wrong type or out of range.
@@ -266,7 +273,13 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Read a TOML file as plain values, which are not checked (see `config_from_dict`).
+    """Read a TOML file as plain values.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Keys and values, unchecked (see `config_from_dict`).
 
     Raises:
         ConfigError: when the file is missing or not TOML.
@@ -516,9 +529,13 @@ _SETTING_OF_SYNONYM = {name: text for text, names in (_SYNONYMS | _REMARKS).item
 
 
 def setting_of(name: str) -> str | None:
-    """Return our name for a well-known setting of another library, with a remark where the meaning differs, or None.
+    """Return our name for a well-known setting of another library.
 
-    `name` is a key or a flag, with or without its dashes.
+    Args:
+        name: a key or a flag, with or without its dashes.
+
+    Returns:
+        Our name, with a remark where the meaning differs; None for an unknown name.
     """
     key = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
     return _SETTING_OF_SYNONYM.get(key)

@@ -48,7 +48,13 @@ def token_stream(
     *,
     vocab_size: int | None = None,
 ) -> np.ndarray:
-    """Tokenise documents and join them, each followed by the end token, if any; arguments as in `text_data`.
+    """Tokenise documents and join them, each followed by the end token, if any.
+
+    Args:
+        documents: texts, or texts by their name in errors.
+        tokenizer: the model's tokenizer.
+        end_token: token appended to each document.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
 
     Returns:
         Token ids, int32 [N].
@@ -106,10 +112,13 @@ def batches_loss(
     """Compute a model's loss on batches, with equal weight for all labels.
 
     Args:
-        model: as in `text_loss`.
+        model: the decoder, with or without adapters, entirely on the device.
         batches: batches for `lowtide.models.loss`; the label -100 is not predicted.
         num_tokens: total number of predicted tokens, for `on_progress`.
-        on_progress: as in `text_loss`.
+        on_progress: called with the number of predicted tokens so far, their total, and the loss so far.
+
+    Returns:
+        The mean over all labels.
 
     Raises:
         DataError: when there is no label, and for tokens without an embedding.

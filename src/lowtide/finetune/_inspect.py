@@ -78,6 +78,9 @@ def inspect(path: str | Path) -> Inspection:
     Args:
         path: a directory of a model or an adapter, a GGUF or safetensors file, a run or its checkpoints.
 
+    Returns:
+        The content, problems included.
+
     Raises:
         ModelFileError: when the path does not exist, has another kind, or contains a damaged file.
 

@@ -87,7 +87,10 @@ class JobPlan:
 
     @classmethod
     def from_shapes(cls, config: FinetuneConfig, target: Target | str | None = None) -> JobPlan:
-        """Make the plan from `config.json` alone, with the dtypes, formats and memory spaces that a run loads."""
+        """Make the plan from `config.json` alone, with the dtypes, formats and memory spaces that a run loads.
+
+        `target` decides what the dtype ``auto`` means; None stands for the hardware at hand.
+        """
         directory = directory_of(config)
         refuse_for_model(config, directory)
         platform = None if target is None else resolve_target(target).platform
@@ -181,7 +184,10 @@ def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
 
 
 def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:
-    """Add the adapter of `add_adapter`, initialised by EVA from the first training batches, which `batches` indexes."""
+    """Add the adapter of `add_adapter`, initialised by EVA from the first training batches.
+
+    EVA reads one microbatch at a time. `batches` maps the number of a step to its batch.
+    """
     num_rows = config.batch_size // config.num_microbatches
     microbatches = [
         {name: leaf[index * num_rows : (index + 1) * num_rows] for name, leaf in batches[step].items()}

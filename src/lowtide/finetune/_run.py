@@ -145,7 +145,13 @@ class Finetune:
             self.trainer.update(add_eva_adapter(self.base, config, self.data.train))
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
-        """Compile the step of `run` for a device (None: the hardware at hand), and report its bytes.
+        """Compile the step of `run`, and report its bytes.
+
+        Args:
+            target: device to compile for; None for the hardware at hand.
+
+        Returns:
+            The table, without the naive step.
 
         Memory:
             Compiles; allocates nothing on the device.
@@ -160,7 +166,14 @@ class Finetune:
         )
 
     def compare(self, table: MemoryTable, target: Target | str | None = None) -> MemoryTable:
-        """Add the naive step, compiled for comparison, to the result of `memory` for this target.
+        """Compile the naive step for comparison.
+
+        Args:
+            table: the result of `memory`.
+            target: the target of that call.
+
+        Returns:
+            The table, including the naive step.
 
         Memory:
             Compiles; allocates nothing on the device. The process keeps the compiler's memory, so a run compares after
@@ -189,7 +202,8 @@ class Finetune:
     def run(self, on_record: Callable[[Record], None] | None = None) -> None:
         """Train to the last step, and write metrics and checkpoints on the way.
 
-        `on_record` is called with every record, including the learning rate.
+        Args:
+            on_record: called with every record, including the learning rate.
 
         Raises:
             NonFiniteError: when a loss or gradients are not finite. The run stops, skips this step's update, and saves
@@ -235,7 +249,8 @@ class Finetune:
     def load_best(self) -> int | None:
         """Restore the weights with the lowest held-out loss if `load_best_at_end` is set; call it after `run`.
 
-        The result is the step of these weights, or None if the last weights stay.
+        Returns:
+            Step of these weights, or None if the last weights stay.
 
         Memory:
             As `Trainer.restore`: never two copies on the device.
@@ -248,7 +263,10 @@ class Finetune:
         return step
 
     def finish(self, table: MemoryTable) -> None:
-        """Write the adapter, or with ``config.full`` the model, and `memory.json`, from the result of `memory`.
+        """Write the adapter, or with ``config.full`` the model, and `memory.json`.
+
+        Args:
+            table: the result of `memory`.
 
         Memory:
             For a whole model, the host holds one shard at a time. Sharded adapters are gathered on every device.
@@ -344,7 +362,11 @@ class Finetune:
     def sample(self, model: Tree) -> tuple[str, str]:
         """Sample a continuation of a held-out text, or an answer to the first question of a held-out record.
 
-        `model` is `base` or ``trainer.model``. The result is the prompt and its continuation.
+        Args:
+            model: the model to sample from: `base`, or ``trainer.model``.
+
+        Returns:
+            The prompt and its continuation.
 
         Memory:
             All layers on the host are streamed once for each token; embedding and head are on the device.

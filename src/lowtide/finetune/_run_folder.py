@@ -49,7 +49,7 @@ _EDITABLE = (
 
 
 def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
-    """Return a run's configuration, and check that its folder can be used.
+    """Determine a run's configuration, and check that its folder can be used.
 
     Args:
         out: the run's folder.
@@ -57,6 +57,9 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         where: source of these values, for messages.
         resume: continue the run in `out`. Its own `config.toml` applies, and `values` must not contradict it, except
             for a larger number of steps.
+
+    Returns:
+        The configuration.
 
     Raises:
         OutputError: when `out` is not empty and `resume` is not set, cannot be written, or has nothing to resume.
@@ -310,6 +313,9 @@ def save_report_inputs(
 
 def write_report(out: str | Path) -> Path:
     """Write the page of a finished or unfinished run from the files in its folder.
+
+    Args:
+        out: the run's folder.
 
     Returns:
         Path of the page, `report.html` in that folder: one file that needs no network and no script.

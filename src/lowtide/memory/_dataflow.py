@@ -489,7 +489,12 @@ def _levels(scope: str) -> str:
 
 
 def first_scope(scope: str) -> str:
-    """Return the first of several scopes, which a compiler joins for merged operations: ``a;b`` or ``(a:b)``."""
+    """Return the first of several scopes, which a compiler joins for merged operations: ``a;b`` or ``(a:b)``.
+
+    Examples:
+        >>> first_scope("jit(f)/mul;jit(f)/add"), first_scope("(jit(f)/mul:jit(f)/add)"), first_scope("jit(f)/mul")
+        ('jit(f)/mul', 'jit(f)/mul', 'jit(f)/mul')
+    """
     if scope.startswith("(") and ":" in scope:
         scope = scope[1:].partition(":")[0]
     return scope.partition(";")[0]

@@ -468,7 +468,8 @@ def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:
 
 def _norm(layer: Tree, name: str, x_BTD: Array, config: DecoderConfig) -> Array:
     """Apply one of a layer's norms, if the family has it."""
-    return rms_norm(x_BTD, layer[name]["weight"], config) if name in layer else x_BTD
+    has_norm = config.post_norm if name.endswith("_post_norm") else config.pre_norm
+    return rms_norm(x_BTD, layer[name]["weight"], config) if has_norm else x_BTD
 
 
 def layer_forward(

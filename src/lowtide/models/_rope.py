@@ -59,8 +59,8 @@ def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tupl
             pretrained_length = config.max_position_embeddings
             effective_length = jnp.maximum(length, pretrained_length).astype(jnp.float32)
             # The base grows with the length beyond that of pretraining. Lowest frequency: theta ** -((dim - 2) / dim).
-            # With the base times growth ** (dim / (dim - 2)) it is divided by exactly `growth`, and the highest
-            # frequency, 1, does not change.
+            # Multiplying the base by growth ** (dim / (dim - 2)) divides that frequency by exactly `growth`. The
+            # highest frequency, 1, does not change.
             growth = scaling.factor * effective_length / pretrained_length - (scaling.factor - 1)
             return _base_frequencies(config.rope_theta * growth[..., None] ** (dim / (dim - 2)), dim), 1.0
         case "llama3":

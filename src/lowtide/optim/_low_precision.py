@@ -728,7 +728,7 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
                 return leaf
             return PackedArray.stored(jnp.asarray(leaf), struct.format, key, is_positive=struct.is_positive)
 
-        leaves = map(convert_leaf, inner_templates, inner_structure.flatten_up_to(value))
+        leaves = list(map(convert_leaf, inner_templates, inner_structure.flatten_up_to(value)))
         residuals = convert_residuals(params, old.rests, template.rests) if template.has_rests else ()
         return LowPrecisionState(jnp.asarray(old.step, jnp.int32), inner_structure.unflatten(leaves), residuals)
 

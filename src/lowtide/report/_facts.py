@@ -332,7 +332,15 @@ class DiffFacts:
 
 
 def live_bytes(buffers: Iterable[Buffer], num_moments: int) -> list[int]:
-    """Return the bytes that are alive at every position of a program; fragmentation is not alive."""
+    """Return the bytes that are alive at every position of a program.
+
+    Args:
+        buffers: the buffers to add up; fragmentation is not alive and is left out.
+        num_moments: number of positions of the program.
+
+    Returns:
+        One sum per position.
+    """
     steps = [0] * (num_moments + 1)
     for buffer in buffers:
         if buffer.role != "fragmentation":

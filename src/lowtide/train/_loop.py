@@ -381,7 +381,7 @@ class Session:
 
     def _evaluate(self) -> Iterator[Event]:
         step = self.store.step
-        if self.eval_data is None or self._evaluated_step == step:
+        if self.eval_data is None or self._evaluated_step == step:  # the same in all processes
             return
         if self.processes.any(self._sigterm.has_arrived):
             self._requested_action = _TERMINATE

@@ -111,7 +111,7 @@ BAD_LINES = {
     '{"text": "cut': "a.jsonl:2: not readable as JSON",
     "[1]": "not a JSON object",
     '{"text": 1}': "text has an unusable value",
-    '{"messages": [{"role": "user", "content": "x"}], "tools": [{"default": NaN}]}': "a number is not finite",
+    '{"messages": [{"role": "user", "content": "x"}], "tools": [{"default": NaN}]}': "a number in a tool is not finite",
     '{"text": "a", "text": "b"}': "occurs twice",
     '{"text": "\\ud800"}': "surrogates",
     '{"text":' + "[" * 5000 + "]" * 5000 + "}": "not readable as JSON",
@@ -142,6 +142,8 @@ def test_a_bad_line_is_named(tmp_path, line):
 def test_columns_that_are_not_read_may_hold_nan(tmp_path):
     line = '{"text": "a", "score": NaN, "bounds": [-Infinity, 1e999]}'
     assert [each.text for each in _read(_lines(tmp_path / "a.jsonl", line, line))] == ["a", "a"]
+    turn = {"role": "user", "content": "x", "score": float("nan")}
+    assert _read(_lines(tmp_path / "b.jsonl", {"messages": [turn, {"role": "assistant", "content": "y"}]}))
     (tmp_path / "a.json").write_text(f"[{line}]")
     assert [each.text for each in _read(tmp_path / "a.json")] == ["a"]
 

@@ -266,7 +266,11 @@ def chat_prompts(
 
 
 def chat_turn(template: ChatTemplate, answer: str) -> str:
-    """Render a question and the assistant's answer, including the text that closes the answer's turn.
+    """Render a question and an answer, including the text that closes the answer's turn.
+
+    Args:
+        template: the model's template.
+        answer: content of the assistant's message.
 
     Raises:
         DataError: when the template refuses the conversation.

@@ -111,7 +111,9 @@ def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate |
 def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> bool:
     """Return whether data is read as records; JSON lines with ``text`` and no fields of another kind are plain text.
 
-    `data` and `columns` are those of the configuration; JSON lines with columns are records.
+    Args:
+        data: the path in the configuration.
+        columns: the columns in the configuration; if they are set, the data is records.
     """
     if not data:
         return False
@@ -130,9 +132,15 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
 
 
 def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation: bool = False) -> list[str]:
-    """Describe the files of a folder that are not read, or are read in an unexpected way, in sentences.
+    """Describe the files of a folder that are not read, or are read in an unexpected way.
 
-    `data` and `columns` are those of the configuration; set `is_evaluation` for `eval_data`. One file has no notes.
+    Args:
+        data: the path in the configuration.
+        columns: the columns in the configuration.
+        is_evaluation: whether this is evaluation data.
+
+    Returns:
+        Sentences; none for a single file, or if all files are read as expected.
     """
     if not data or not Path(data).is_dir():
         return []
@@ -205,7 +213,14 @@ def read_documents(path: str | Path | None) -> list[str]:
 
 
 def named_documents(path: str | Path | None) -> dict[str, str]:
-    """Read documents as `read_documents` does, by their name in errors: a file, or a file and a line."""
+    """Read documents as `read_documents` does, by their name in errors: a file, or a file and a line.
+
+    Args:
+        path: as in `read_documents`.
+
+    Raises:
+        DataError: as `read_documents` does.
+    """
     if path is None:
         from pydoc_data.topics import topics
 
@@ -257,7 +272,7 @@ def text_data(
     vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
-    """Tokenise, pack, split and shuffle documents into batches.
+    """Tokenise, pack, split and shuffle documents.
 
     Args:
         documents: texts, or texts by their name in errors.
@@ -270,6 +285,9 @@ def text_data(
         eval_documents: evaluation texts that replace this fraction, in separate windows.
         vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
         on_progress: called with the number of finished documents and the total.
+
+    Returns:
+        The batches.
 
     Raises:
         DataError: when there are fewer tokens than two windows (one for training, one held out), and for tokens that

@@ -123,7 +123,10 @@ class Example:
 
 
 def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
-    """Parse words such as ``messages=chat``, which map the fields of a record to columns of the data.
+    """Parse ``field=column`` words, which map the fields of a record to columns of the data.
+
+    Args:
+        words: words such as ``("messages=chat",)``.
 
     Raises:
         ConfigError: for a word without ``=``, an unknown field, or a repeated field.
@@ -317,15 +320,20 @@ def _is_blank(value: Any) -> bool:
 
 
 def _check_values(fields: Mapping[str, Any], location: str) -> None:
-    """Raise for text and numbers that JSON cannot hold; columns that are not read may hold NaN."""
+    """Raise for text that is not Unicode, and for tools and calls that JSON cannot hold."""
     try:
-        json.dumps(fields, ensure_ascii=False, allow_nan=False, default=str).encode("utf-8")
+        json.dumps(fields, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
         hint = "write the file again; half of a surrogate pair (\\ud800 to \\udfff) is not a character"
         raise DataError(f"{location}: the text is not valid Unicode", got=str(error), hint=hint) from error
+    # Templates write these as JSON, which has no NaN. Numbers in other columns and fields are not read.
+    turns = [turn for name in _LIST_FIELDS if isinstance(fields.get(name), list) for turn in fields[name]]
+    calls = [turn.get("tool_calls") for turn in turns if isinstance(turn, Mapping)]
+    try:
+        json.dumps([fields.get("tools"), calls], allow_nan=False, default=str)
     except ValueError as error:
         hint = "replace NaN and Infinity with null or a finite number"
-        raise DataError(f"{location}: a number is not finite", got=str(error), hint=hint) from error
+        raise DataError(f"{location}: a number in a tool is not finite", got=str(error), hint=hint) from error
 
 
 def _list_fields(raw: Mapping[str, Any]) -> str:

@@ -97,7 +97,7 @@ class TextData:
 class RecordData(TextData):
     """Batches of packed records, as `lowtide.finetune.TextData`."""
 
-    report: DataReport  # pyright: ignore[reportGeneralTypeIssues] - overrides an optional field
+    report: DataReport = dataclasses.field()
     """Counts of used, cut and dropped records."""
 
 
@@ -188,7 +188,18 @@ def evaluation_data(
     loss_on: str = "completion",
     vocab_size: int | None = None,
 ) -> tuple[Sequence[dict[str, np.ndarray]], DataReport]:
-    """Pack all records for evaluation, with arguments as in `record_data`; documents longer than a row are split.
+    """Pack all records for evaluation; documents longer than a row are split.
+
+    Args:
+        source: as in `record_data`.
+        tokenizer: the model's tokenizer.
+        template: its chat template, if any.
+        seq_len: tokens in a row, T.
+        batch_size: rows in a batch, B.
+        columns: ``field=column`` words.
+        end_token: token appended to text and completions.
+        loss_on: ``completion`` or ``all``.
+        vocab_size: as in `record_data`.
 
     Returns:
         The batches, and a report without examples.
@@ -323,7 +334,12 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
     with the least free space that holds it. The distinct free spaces are kept sorted, so a piece costs one bisection:
     O(n log T) comparisons for rows of T tokens, in addition to sorting the lengths.
 
-    `lengths` are the tokens of each piece, from 1 to `seq_len`. Each piece is in exactly one row.
+    Args:
+        lengths: tokens of each piece, from 1 to `seq_len`.
+        seq_len: tokens of a row.
+
+    Returns:
+        The rows; each piece is in exactly one.
 
     Memory:
         About 40 bytes a piece on the host.

@@ -32,7 +32,11 @@ _RawRecords = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def is_records(path: Path) -> bool:
-    """Return whether a path is records and not plain text: a file by its name, a folder by its content."""
+    """Return whether a path is records and not plain text: a file by its name, a folder by its content.
+
+    Args:
+        path: a file or a folder; any other path is not records.
+    """
     if path.is_dir():
         return _find_split(path) is not None or folder_of_records(path) is not None
     return path.is_file() and path.suffix.lower() in _READERS

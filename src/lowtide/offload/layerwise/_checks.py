@@ -1,4 +1,4 @@
-"""What a layerwise step requires of an optimizer and of meshes.
+"""Checks that an optimizer and a mesh work with a layerwise step.
 
 An optimizer cannot run inside the backward pass if one leaf's update needs another leaf's gradient.
 """

@@ -174,7 +174,7 @@ def _split_in_two(op: Op, early: list[int], late: list[int], sources: list[Sourc
         branch: _Branch, branch_positions: list[int], inputs: list[int], *, is_first: bool
     ) -> Callable[..., list[Any]]:
         def run(*operands: Any) -> list[Any]:
-            env: Environment = dict(zip([branch.graph.inputs[i] for i in inputs], operands, strict=False))
+            env: Environment = dict(zip([branch.graph.inputs[i] for i in inputs], operands, strict=is_first))
             saved_positions = list(zip(branch.saved_values, branch_positions, strict=True))
             if not is_first:
                 env.update((value, operands[len(inputs) + i]) for value, i in saved_positions)

@@ -60,7 +60,15 @@ _TITLES = {"device": "Memory of a step, on the device", "host": "Memory of a ste
 
 
 def run_page(run: RunFacts, memory: ReportFacts | None = None) -> bytes:
-    """Make the page of a run, a whole HTML file in UTF-8; `memory` is the report of its step, if there is one."""
+    """Make the page of a run.
+
+    Args:
+        run: the contents.
+        memory: the report of its step, if there is one.
+
+    Returns:
+        A whole HTML file in UTF-8.
+    """
     parts = [
         f'<dl class="facts">{definitions(run.facts)}</dl>',
         f'<div class="charts">{"".join(_chart(chart) for chart in run.charts)}</div>',

@@ -334,7 +334,7 @@ def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
     itemsize = stored.dtype.numpy_dtype.itemsize
     # The chunk shape of a scalar is None.
     chunk = _join_chunks(stored.chunk_layout.read_chunk.shape or (), stored.shape, itemsize)
-    size = math.prod(chunk) * itemsize
+    chunk_bytes = math.prod(chunk) * itemsize
     pending_reads: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
     parts = [  # the parts of each axis that the borders of the chunks separate
         [
@@ -345,7 +345,7 @@ def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
     ]
     cuts = itertools.product(*parts)
     while True:
-        for cut in itertools.islice(cuts, max(1, _AHEAD_BYTES // size) - len(pending_reads)):
+        for cut in itertools.islice(cuts, max(1, _AHEAD_BYTES // chunk_bytes) - len(pending_reads)):
             start = tuple(cut_axis.start - axis.start for cut_axis, axis in zip(cut, index, strict=True))
             pending_reads.append((start, stored[cut].read()))
         if not pending_reads:
