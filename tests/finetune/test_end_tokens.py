@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from lowtide import models
 from lowtide.finetune import config_from_dict, load_end_tokens
-from lowtide.finetune._base import with_end_tokens
+from lowtide.finetune._base import _copy_config_keys, with_end_tokens
 from lowtide.finetune.data._load import load_data
+from lowtide.models._config_file import config_to_hf
+
+from ..models.kinds import KINDS
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
@@ -83,3 +87,13 @@ def test_what_is_written_says_where_answers_end(base):
     assert json.loads(with_end_tokens(theirs, ends, config)["generation_config.json"])["temperature"] == 0.6
     (base / "chat_template.jinja").unlink()
     assert with_end_tokens({}, ends_of(base), config) == {}
+
+
+def test_a_merged_phi3_keeps_the_padding_token_of_its_base(tmp_path: Path) -> None:
+    written = config_to_hf(KINDS["phi3"], "float32")
+    assert written["pad_token_id"] is None
+    for folder, changes in (("base", {"pad_token_id": 1}), ("out", {})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps({**written, **changes}))
+    _copy_config_keys(tmp_path / "base", tmp_path / "out", models.load_config(tmp_path / "base"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] == 1

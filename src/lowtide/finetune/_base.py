@@ -213,7 +213,9 @@ def _copy_config_keys(base: Path, out: Path, config: models.DecoderConfig) -> No
     text = original.get("text_config")
     keys = text if isinstance(text, dict) else original
     extra = {key: value for key, value in keys.items() if key not in _SKIPPED_KEYS}
-    write_files(out, {name: (json.dumps({**extra, **saved}, indent=2) + "\n").encode()})
+    # A family writes null for keys whose defaults in Transformers depend on the base, such as Phi-3's `pad_token_id`.
+    written = {key: value for key, value in saved.items() if value is not None or key not in extra}
+    write_files(out, {name: (json.dumps({**extra, **written}, indent=2) + "\n").encode()})
     # A copied key may change what the written keys mean. So load the merged file, and compare the configurations.
     with warnings.catch_warnings(action="ignore"):
         try:
