@@ -23,7 +23,7 @@ def test_a_save_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path):
     script = Path(__file__).with_name("killed_saves.py")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"]}
     command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     kills = [json.loads(line) for line in done.stdout.splitlines()]
     seen = Counter()
