@@ -6,7 +6,7 @@ import pytest
 
 from lowtide import models
 from lowtide.core import OutputError
-from lowtide.finetune import Finetune, FinetuneConfig, _run_folder
+from lowtide.finetune import Finetune, FinetuneConfig, _run
 
 
 def test_a_sample_begins_with_one_document_or_a_question_and_no_padding(tiny_model_dir, monkeypatch):
@@ -49,7 +49,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_runs_first_day(tiny_
     paths = {"model": str(tiny_model_dir), "data": str(tmp_path / "chats.jsonl")}
     config = FinetuneConfig(**paths, chat_template=str(tmp_path / "dated.jinja"), seq_len=64, batch_size=2, rank=2)
     with monkeypatch.context() as long_ago:
-        long_ago.setattr(_run_folder, "start_day", lambda out: "1999-12-31")
+        long_ago.setattr(_run, "start_day", lambda out: "1999-12-31")
         begun = Finetune(config, tmp_path / "run")
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "another cache"))
     resumed = Finetune(config, tmp_path / "run")
