@@ -216,6 +216,18 @@ def test_files_of_experts_that_cannot_be_are_refused(tmp_path: Path, monkeypatch
     assert len(lt.lora.report(lt.lora.load(base("qwen3_moe"), tmp_path)).matched) == 1
 
 
+def test_ia3_files_of_experts_are_refused(tmp_path: Path) -> None:
+    lt.lora.save(adapted("mixtral"), tmp_path)
+    names = [name for name in load_file(tmp_path / WEIGHTS) if name.endswith(".lora_B.weight")]
+    tensors = {name.replace("lora_B.weight", "ia3_l"): np.ones((64, 1), np.float32) for name in names}
+    modules = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    config = {"peft_type": "IA3", "target_modules": modules, "feedforward_modules": []}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ModelFileError, match=r"supports only LoRA of all 16 (.|\n)*got: IA3 of 16"):
+        lt.lora.load(base("mixtral"), tmp_path)
+
+
 def test_gate_and_up_of_two_scales_are_refused_before_a_run(tmp_path: Path) -> None:
     config = lt.lora.Config(rank=2, targets="**/experts/**", alpha_pattern={"**/experts/up": 7.0})
     model = lt.lora.add(base("mixtral"), config, key=KEY)

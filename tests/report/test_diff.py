@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from lowtide.core import OutputError
 from lowtide.memory import MemoryDiff, MemoryReport, SpaceBytes, diff
-from lowtide.report._facts import Buffer
+from lowtide.report._facts import Buffer, versions
 
 
 def assert_adds_up(difference: MemoryDiff) -> None:
@@ -160,3 +161,21 @@ def test_the_terminal_names_what_changed(width: int, reports: Any, tmp_path: Pat
     assert max(map(len, text.splitlines())) <= width
     assert "+3.91 GiB" in text and "-856.34 MiB" in text and "-10.50 GiB" in text
     assert "8 × " in text and "owners did not change" in text
+
+
+def test_versions_name_the_cuda_plugin_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"jax": "0.10.2", "jax-cuda13-plugin": "0.10.2"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert versions() == {
+        "lowtide": None,
+        "jax": "0.10.2",
+        "jaxlib": None,
+        "libtpu": None,
+        "jax-cuda13-plugin": "0.10.2",
+    }
