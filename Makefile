@@ -47,15 +47,17 @@ PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=10
 # spend eight seconds on collecting all files, and needs two for these.
 # $(1): marker expression, $(2): more arguments, $(3): name of the logs, $(4): files of the second lane
 PROCESS_FILES = $(shell grep --recursive --files-with-matches --word-regexp --include='test_*.py' processes tests)
+PROCESS_WORKERS := 3
 define lanes
 	@mkdir -p $(LOGS); \
-	{ $(PYTEST) -n 3 -m "($(1)) and processes" $(2) $(PYTEST_ARGS) $(if $(PYTEST_ARGS),,$(4)) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } >$(LOGS)/$(3)-processes.log 2>&1 & \
+	{ $(PYTEST) -n $(PROCESS_WORKERS) -m "($(1)) and processes" $(2) $(PYTEST_ARGS) $(if $(PYTEST_ARGS),,$(4)) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } >$(LOGS)/$(3)-processes.log 2>&1 & \
 	lane=$$!; trap 'kill $$lane 2>/dev/null' EXIT; set -o pipefail; status=0; \
 	{ $(PYTEST) -n 2 -m "($(1)) and not processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } 2>&1 | tee $(LOGS)/$(3).log \
 		|| status=1; \
 	wait $$lane || status=1; echo "==> tests that start processes"; cat $(LOGS)/$(3)-processes.log; exit $$status
 endef
 
+pytest: PROCESS_WORKERS := 2
 pytest: $(VENV)/.installed-dev ## Run the fast tests alone.
 	$(call lanes,$(FAST),,fast,$(PROCESS_FILES))
 

@@ -1,6 +1,9 @@
-"""Check that `src/` stays small and readable: lines, files, vague names, code in raise statements, comment lines.
+"""Check that the code stays small and readable: lines, files, long functions, vague names, raise statements, comments.
 
     python scripts/house.py          print the figures; exit with status 1 and the offenders if a limit is missed
+
+The limits of totals and shares hold for `src/`. Those of one file and one function also hold for tests and scripts, and
+do not count docstrings.
 
 A vague name is a pronoun or participle as a variable or parameter, such as `found`. Optax, Equinox, PEFT, Grain, Orbax
 and Flax NNX have 0.0 to 0.6 % of them, 1.4 to 5.7 % of code in raise statements, and 6 to 18 comment lines for each 100
@@ -15,11 +18,14 @@ import io
 import re
 import sys
 import tokenize
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("src", "tests", "benchmarks", "scripts")
 MOST = {"lines": 58_000, "files": 230, "% vague names": 0.6, "% of code in raise statements": 7.0}
 LEAST = {"% comment lines": 3.0}
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 800, 80
 VAGUE = frozenset(
     "at found each one given where made left other mine told said seen kept held begun wanted asked there those these"
     " that this what who whose which".split()
@@ -43,18 +49,47 @@ def main() -> int:
     }
     missed = [f"at most {most:,} {name}" for name, most in MOST.items() if figures[name] > most]
     missed += [f"at least {least:,} {name}" for name, least in LEAST.items() if figures[name] < least]
+    long = [text for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) for text in long_parts(path)]
     print("src: " + ", ".join(f"{round(figure, 1):,} {name}".replace(" %", "%") for name, figure in figures.items()))
     if missed:
         print(f"error: expected {', '.join(missed)}", *offenders, sep="\n  ")
-    return bool(missed)
+    if long:
+        print("error: too long, split by topic", *long, sep="\n  ")
+    return bool(missed or long)
+
+
+def long_parts(path: Path) -> list[str]:
+    """List the file, if it has too many lines of code, and its functions that are too long."""
+    source = path.read_text(encoding="utf-8")
+    if source.count("\n") <= MOST_FUNCTION_LINES:
+        return []
+    tree, name = ast.parse(source), path.relative_to(ROOT)
+    is_long = False
+    if source.count("\n") > MOST_FILE_LINES:  # reading tokens of all files takes five seconds
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        is_long = len(code_lines(tokens, ast.walk(tree))) > MOST_FILE_LINES
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    long = [f"{name}:{node.lineno}: {node.name}" for node in functions if num_lines(node) > MOST_FUNCTION_LINES]
+    return [str(name), *long] if is_long else long
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function without its docstring."""
+    first = function.body[0]
+    return len(lines_of(function)) - (len(lines_of(first)) if is_docstring(first) else 0)
+
+
+def code_lines(tokens: Iterable[tokenize.TokenInfo], nodes: Iterable[ast.AST]) -> set[int]:
+    """Return the lines that contain code other than docstrings."""
+    code = {line for token in tokens if token.type in CODE for line in range(token.start[0], token.end[0] + 1)}
+    return code - {line for node in nodes if is_docstring(node) for line in lines_of(node)}
 
 
 def count_file(source: str) -> tuple[dict[str, int], list[tuple[int, str]]]:
     """Return the counts of a file, and its vague names with their lines."""
     nodes = [*ast.walk(ast.parse(source))]
     tokens = [*tokenize.generate_tokens(io.StringIO(source).readline)]
-    code = {line for token in tokens if token.type in CODE for line in range(token.start[0], token.end[0] + 1)}
-    code -= {line for node in nodes if is_docstring(node) for line in lines_of(node)}
+    code = code_lines(tokens, nodes)
     raised = {line for node in nodes if isinstance(node, ast.Raise) for line in lines_of(node)}
     names = [(node.lineno, name) for node in nodes if (name := bound_name(node))]
     counts = {

@@ -81,7 +81,6 @@ def assert_close(ours: Any, theirs: Any, atol: float = 1e-6) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_twenty_steps_equal_plain_adam() -> None:
     ours, theirs = layerwise(decoder(True), optax.adam(1e-3), batches(20), place=HOST), plain_adam(True)

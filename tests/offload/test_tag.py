@@ -244,7 +244,6 @@ def test_a_function_without_products_is_an_error() -> None:
         tag(jnp.sin)(X)
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_one_name_of_a_llama_block_goes_to_the_host_of_a_tpu() -> None:

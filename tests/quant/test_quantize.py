@@ -119,18 +119,22 @@ def test_under_jit_a_number_that_is_not_finite_makes_nan_of_its_block(form: str)
 
 def test_products_and_rows_are_those_of_the_array() -> None:
     x, left = np.random.default_rng(0).normal(size=(5, 100)).astype(np.float32), np.ones((2, 24), np.float32)
-    made, ids = node(), jnp.array([[0, 23], [-1, 24]])
-    dense = made.dense()
-    np.testing.assert_array_equal(linear(jnp.asarray(x), made), linear(jnp.asarray(x), dense))
-    np.testing.assert_array_equal(made @ x.T, dense @ x.T)
-    np.testing.assert_array_equal(x @ made.T, x @ dense.T)
-    np.testing.assert_array_equal(left @ made, left @ dense)
-    np.testing.assert_array_equal(made.T.linear(jnp.asarray(left)), left @ dense)
-    np.testing.assert_array_equal(rows(made, ids), jnp.take(dense, ids, axis=0))
-    np.testing.assert_allclose(jax.jit(jax.vmap(made.linear))(x), x @ np.asarray(dense).T, rtol=1e-4, atol=1e-5)
-    assert made.T.shape == (100, 24) and made.mT.mT == made.T.T
+    quantized, ids = node(), jnp.array([[0, 23], [-1, 24]])
+
+    @jax.jit
+    def results(weight: Any, transposed: Any) -> list[Any]:
+        products = [linear(x, weight), (weight @ x.T).T, x @ weight.T, jax.vmap(lambda row: linear(row, weight))(x)]
+        return [*products, left @ weight, linear(left, transposed), rows(weight, ids)]
+
+    dense = quantized.dense()
+    for ours, theirs in zip(results(quantized, quantized.T), results(dense, dense.T), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert quantized.T.shape == (100, 24) and quantized.mT.mT == quantized.T.T
+
+
+def test_rows_whose_scales_are_in_several_blocks_of_scales() -> None:
     wide = node(weight=np.random.default_rng(1).normal(size=(300, 192)) * np.arange(1.0, 301)[:, None])
-    ids = jnp.array([-1, -150, -300, -301, 299, 128])  # whose scales are in several blocks of scales
+    ids = jnp.array([-1, -150, -300, -301, 299, 128])
     np.testing.assert_array_equal(rows(wide, ids), jnp.take(wide.dense(), ids, axis=0))
 
 
@@ -185,7 +189,6 @@ def test_no_weight_gradient_and_no_stack_of_weights_in_the_step(quantized: Any) 
         assert f":f32[{shape}]" not in text
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_compiled_for_a_chip_at_most_one_weight_is_made_at_a_time() -> None:

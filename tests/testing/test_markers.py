@@ -34,6 +34,7 @@ def test_not_run(device_memory): ...
 """
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_parameter_is_the_nearest_and_a_skipped_test_needs_no_target(run: Any) -> None:
     result = run(PARAMETERS + SKIPPED)
     result.assert_outcomes(passed=1, failed=1, skipped=1, xfailed=1)

@@ -226,6 +226,7 @@ def test_the_limit_holds_for_slopes(device_memory):
 """
 
 
+@pytest.mark.slow
 def test_assertions_name_the_owners(run: Any) -> None:
     result = run(ASSERTIONS)
     result.assert_outcomes(passed=1, failed=10)
@@ -286,6 +287,7 @@ def test_nothing(device_memory):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_offloading_is_held_against_a_compiler_that_knows_host_memory(run: Any) -> None:
     result = run(OFFLOADED)

@@ -170,10 +170,10 @@ def test_live_arrays_in_fit(kind: str, run: str, tmp_path: Any) -> None:
     assert made.live() <= made.bound
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_microbatches"),
-    [("plain", 2), ("nnx", 2), *(pytest.param(*case, marks=SLOW) for case in (("plain", 1), ("keras", 2)))],
+    [("plain", 2), ("nnx", 2), ("plain", 1), ("keras", 2)],
 )
 def test_the_compiled_step_takes_the_state_once(kind: str, num_microbatches: int) -> None:
     made = Made(kind, num_microbatches=num_microbatches)
