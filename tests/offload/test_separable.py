@@ -65,6 +65,22 @@ def test_rows_of_an_operation_and_values_of_its_blocks(fn: Callable[..., Any], r
     np.testing.assert_allclose(streamed, fn(jax.device_put(W, jax.memory.Space.Device), G), rtol=1e-6, atol=1e-6)
 
 
+def test_short_scans_over_stacked_matrices_leave_one_row_per_matrix() -> None:
+    def newton_schulz(w: Any, g: Any, num_steps: int = 5) -> Any:
+        def step(x: Any, coefficient: Any) -> Any:
+            return 1.5 * x - coefficient * (x @ jnp.swapaxes(x, 1, 2)) @ x, None
+
+        x = (w + g) / jnp.linalg.norm(w + g, axis=(1, 2), keepdims=True)
+        return jax.lax.scan(step, x, jnp.linspace(0.4, 0.5, num_steps), reverse=True)[0]
+
+    assert rows_of(newton_schulz, W, G) == (1, None)
+    assert rows_of(lambda w, g: newton_schulz(w, g, 17), W, G) == (0, "scan")
+    streamed = jax.jit(lambda w, g: stream(newton_schulz, (w, g), lambda w, g: w, chunk_bytes=4096))(W, G)
+    np.testing.assert_allclose(
+        streamed, newton_schulz(jax.device_put(W, jax.memory.Space.Device), G), rtol=1e-5, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize(("is_long", "stays"), [(False, False), (True, True)])
 def test_branches_with_loops_stay_branches_also_inside_of_others(is_long: bool, stays: bool) -> None:
     """A selection would run them whether they are taken or not."""

@@ -1,8 +1,8 @@
 """Find the separable parts of an update: each row of the results needs only the same row of the arguments.
 
 The update is traced once and read as a list of equations, with calls inlined. Each group of leaves that meet in an
-operation is then updated in blocks of rows. Limits: operations without a rule below count as losing all rows, which is
-safe but may be too strict. `while` and `scan` are not analysed.
+operation is then updated in blocks of rows. Limits: an operation without a rule below is treated as if it mixed all
+rows, which is safe but may be too strict. `while` loops and long scans are not analysed.
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ _FOLDS: Mapping[str, Callable[[Any, Any], Any]] = {
     "reduce_or": jax.lax.bitwise_or,
 }
 """JAX's reduction primitives, with the operation that combines the results of two blocks."""
+
+# A shorter scan is unrolled. Muon's Newton-Schulz iteration takes five steps, or one per row of its coefficients.
+_MAX_UNROLLED_STEPS = 16
 
 # The result of a fold stays on the device. It may have at most 1/8 of the elements of its operand.
 _MIN_FOLD_REDUCTION = 8
@@ -196,12 +199,33 @@ class _Inliner:
             if kinds.isdisjoint((Kind.SCAN, Kind.WHILE)):
                 cases = [self.add(branch.jaxpr, inputs[1:]) for branch in bodies(eqn)]
                 return [self.add_select(inputs[0], column) for column in zip(*cases, strict=True)]
+        if kind_of(eqn) is Kind.SCAN and (carry := self.add_short_scan(eqn, inputs)) is not None:
+            return carry
         if name == "dot_general" and (product := self.add_inner_product(inputs, eqn.outvars[0].aval)) is not None:
             return product
         outputs = self.add_operation(eqn.primitive, inputs, [var.aval for var in eqn.outvars], eqn.params)
         if name == "reshape" and len(eqn.outvars[0].aval.shape) == 1:
             self.flat[outputs[0]] = inputs[0]
         return outputs
+
+    def add_short_scan(self, eqn: Any, inputs: Sequence[int]) -> list[int] | None:
+        """Unroll a short scan whose carry depends on host leaves; it may slice device arrays, but stack no results."""
+        (body,) = bodies(eqn)
+        first, last = body.carried.start, body.carried.stop
+        carry, stacked = list(inputs[first:last]), inputs[last:]
+        is_supported = len(eqn.outvars) == len(carry) and not self.host.intersection(stacked)
+        if body.times > _MAX_UNROLLED_STEPS or not is_supported or not self.host.intersection(carry):
+            return None
+        for step in sorted(range(body.times), reverse=eqn.params["reverse"]):
+            entries = [self.add_entry(value, step) for value in stacked]
+            carry = self.add(body.jaxpr, [*inputs[:first], *carry, *entries])
+        return carry
+
+    def add_entry(self, value: int, index: int) -> int:
+        aval = self.program.avals[value]
+        array = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        closed, _ = make_jaxpr(lambda x: jax.lax.index_in_dim(x, index, keepdims=False))(array)
+        return self.add(closed, [value])[0]
 
     def add_inner_product(self, inputs: Sequence[int], aval: Any) -> list[int] | None:
         """Rewrite `jnp.vdot` of two arrays of one shape, which flattens them, as a sum of products that keeps rows."""
@@ -244,16 +268,17 @@ class Group:
     blocked_by: str | None
     """The operation that prevents blocks."""
     folds: tuple[Equation, ...] = ()
-    """In a pass that only reads: the reductions that combine the blocks of their operand."""
+    """Reductions that a pass computes block by block; a pass has no outputs. Empty for a group that is not a pass."""
 
 
 def separate(
     program: Program, on_host: Iterable[int], replaced: Sequence[int], *, fold: bool = False
 ) -> tuple[list[Group], list[Group]]:
-    """Divide a program into groups of leaves that do not need each other; return the passes, then the groups.
+    """Divide a program into independent groups of leaves; return the passes, then the groups.
 
     `replaced` is the input leaf that each output overwrites. With `fold`, sums and extremes over rows of host leaves
-    run in passes. Outputs outside all groups depend on host leaves at most through a pass.
+    run in passes: loops over blocks that run before the groups and overwrite nothing. Outputs outside all groups are
+    unchanged inputs, or depend on host leaves only through a pass.
     """
     host = set(on_host)
     program.equations = program.needed_for(program.outputs)
