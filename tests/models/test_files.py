@@ -10,8 +10,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lowtide import lora
-from lowtide.core import ConfigError, ModelFileError, OutputError
-from lowtide.models import DecoderConfig, RopeScaling, init, load, load_config, load_tokenizer, save
+from lowtide.core import ConfigError, ModelFileError, OutputError, StructureError
+from lowtide.models import (
+    DecoderConfig,
+    RopeScaling,
+    init,
+    load,
+    load_config,
+    load_shapes,
+    load_tokenizer,
+    save,
+    unstack,
+)
 
 CONFIG = DecoderConfig(
     vocab_size=30,
@@ -70,8 +80,24 @@ def test_dtypes_are_chosen_on_loading(directory):
 
 @pytest.mark.parametrize("wrong", [{"dtype": "bfloat"}, {"compute_dtype": "int8"}, {"compute_dtype": "auto"}])
 def test_dtypes_that_cannot_be_computed_in_are_refused(directory, wrong):
-    with pytest.raises(ConfigError, match="must be floating-point, such as float32 or bfloat16, not"):
-        load(directory, **wrong)
+    for read in (load, load_shapes):
+        with pytest.raises(ConfigError, match="must be floating-point, such as float32 or bfloat16, not"):
+            read(directory, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "bfloat"}, 'dtype must be "float64", .*hint: did you mean "bfloat16"'),
+        ({"max_shard_bytes": 0}, "max_shard_bytes must be an integer of at least 1, not 0"),
+    ],
+)
+def test_wrong_arguments_of_save_are_refused_before_anything_is_written(model, tmp_path, wrong, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        save(model, tmp_path / "out", **wrong)
+    with pytest.raises(StructureError, match=r"layers are not stacked(.|\n)*hint: save the stacked decoder"):
+        save(unstack(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_may_be_rounded_while_they_are_written(model, tmp_path):

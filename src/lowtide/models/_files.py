@@ -28,8 +28,10 @@ from ..core import (
     ModelFileError,
     OutputError,
     Selector,
+    StructureError,
     Tree,
     check_choice,
+    check_integer,
     format_bytes,
     gguf_file,
     input_file,
@@ -73,18 +75,18 @@ def load(
 ) -> Decoder:
     """Load a decoder from a Hugging Face directory or a GGUF file.
 
-    Weights that other software quantised keep the file's exact codes and scales in a `lowtide.QuantizedWeight`, if it
-    can hold all stacked layers. Otherwise they become an array, with a warning. Weights of a GGUF file are dequantised
-    while they are read.
+    Weights that other software quantised keep the file's exact codes and scales in a `lowtide.QuantizedWeight`, if one
+    node can hold all layers of the stack. Otherwise they become an array, with a warning. Weights of a GGUF file are
+    dequantised while they are read.
 
     Args:
         directory: the folder with `config.json` and safetensors weights, or a GGUF file (see `gguf_file`).
         dtype: dtype of the parameters. ``"auto"`` keeps the stored dtype, or the dtype before quantisation. If a file
-            does not record that, it is the embedding's dtype, or bfloat16.
+            does not record the latter, the embedding's stored dtype is used, or bfloat16 if it is quantised, too.
         compute_dtype: dtype of activations and products.
-        host: leaves to keep in the host memory of JAX's default device, from which `lowtide.offload` streams them.
-            Globs on paths such as ``"layers/**"``, or a predicate. These leaves are never on the device, so the model
-            may be larger than device memory.
+        host: leaves to keep in the host memory of their devices, from which `lowtide.offload` streams them. Globs on
+            paths such as ``"layers/**"``, or a predicate. Of these leaves only a matrix that is being quantised is on a
+            device, so the model may be larger than device memory.
         sharding: function from a leaf's path and shape (`jax.ShapeDtypeStruct`) to its sharding, such as
             `lowtide.train.ShardingRules.of`. Each process reads the parts that its devices hold.
         quantize: a format of `lowtide.quantize` for the projections of all layers, such as ``"nf4"``. They are frozen
@@ -97,18 +99,19 @@ def load(
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
-        ConfigError: for a dtype that is not floating-point, for `quantize` of weights that are quantised already, and
-            for a GGUF file without the library `gguf`.
-        SelectionError: when `host` or a glob of `quantize` selects nothing.
+        ConfigError: for a dtype that is not floating-point, for an unknown format, for `quantize` of weights that are
+            quantised already, and for a GGUF file without the library `gguf`.
+        SelectionError, StructureError: when `host` or a glob of `quantize` selects nothing, or no matrix.
+
+    Warns:
+        UserWarning: for quantised weights that become arrays, and for ignored dropout, image modules and input scales.
 
     Memory:
         The placed parameters, and a few pieces of 64 MiB on the host. For leaves that `host` selects, also the bytes
         that one device holds of the largest. Quantised weights are made one matrix at a time on the default device,
         also when `sharding` shards them. A matrix needs a few float32 copies there, in addition to the codes.
     """
-    for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
-        if not _is_floating(name):
-            raise ConfigError(f"the dtype must be floating-point, such as float32 or bfloat16, not {name!r}")
+    _check_dtypes(dtype, compute_dtype)
     directory = Path(directory)
     config, scheme = _read_config(directory)
     with _open_plans(directory, config, scheme, dtype) as (plans, treedef, notes):
@@ -162,10 +165,12 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
 
     Raises:
         ModelFileError: as in `load`, for errors in `config.json` and headers.
+        ConfigError: for a dtype that is not floating-point; for a GGUF file without the library `gguf`.
 
     Memory:
-        Headers of files; no weight is read.
+        Headers of files. Of weights only a stored head that is tied is read, in pieces, with the embedding.
     """
+    _check_dtypes(dtype, compute_dtype)
     directory = Path(directory)
     config, scheme = _read_config(directory)
     if gguf_file(directory) is None and not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
@@ -198,7 +203,8 @@ def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
         directory: the folder with `config.json` and safetensors weights, or a GGUF file.
 
     Raises:
-        ModelFileError: when a file is missing or damaged, or scales and codes of a quantised weight do not match it.
+        ModelFileError: when a file is missing or damaged, or scales or codes do not fit their quantised weight.
+        ConfigError: for a GGUF file without the library `gguf`.
 
     Memory:
         Headers of files; no weight is read.
@@ -216,7 +222,7 @@ def quantization_of(directory: str | Path) -> str | None:
         directory: the folder with `config.json`. A GGUF file gives None, because its weights become arrays.
 
     Raises:
-        ModelFileError: as in `load_config`, and for software whose files are not read.
+        ModelFileError, ConfigError: as in `load_config`.
     """
     scheme = _read_config(Path(directory))[1]
     return None if scheme is None else scheme.method
@@ -297,7 +303,8 @@ def load_config(directory: str | Path) -> DecoderConfig:
         directory: the folder with `config.json`, or a GGUF file.
 
     Raises:
-        ModelFileError: when `config.json` is missing or malformed, or describes a decoder that Lowtide does not know.
+        ModelFileError: when `config.json` is missing or malformed, or its decoder or quantisation is not supported.
+        ConfigError: for a GGUF file without the library `gguf`.
     """
     return _read_config(Path(directory))[0]
 
@@ -339,12 +346,22 @@ def save(
         dtype: dtype that weights are rounded to while they are written; None: unchanged.
 
     Raises:
-        ModelFileError: when the parameters do not match ``model.config``, for instance because of adapters.
-        OutputError: when the folder is not writable or has too little space.
+        ModelFileError: when the parameters do not match ``model.config``, as with adapters.
+        ConfigError: when a `config.json` of the model's family cannot express ``model.config``; for an unknown `dtype`,
+            and a `max_shard_bytes` below 1.
+        StructureError: for the result of `unstack`.
+        StateError: when a trainer, or another function that donates its arguments, has consumed the parameters.
+        OutputError: when the folder is not writable or has too little space, or the tokenizer cannot be read.
 
     Memory:
         On the host a few pieces of 64 MiB, regardless of the sizes of tensors and files.
     """
+    check_integer("max_shard_bytes", max_shard_bytes, hint="leave it out for files of at most 5 GiB")
+    if dtype is not None:
+        check_choice("dtype", dtype, [*DTYPES.values()])
+    if isinstance(model.layers, tuple):
+        hint = "save the stacked decoder; only generate accepts the result of lowtide.models.unstack"
+        raise StructureError("the decoder's layers are not stacked", hint=hint)
     directory = Path(directory)
     expected = {path: leaf.shape for path, leaf in leaves_with_paths(parameter_shapes(model.config))}
     params = {"outer": model.outer, "layers": without_windows(model.layers)}
@@ -371,14 +388,14 @@ def save(
 
 
 _COPIES = 5
-"""Most copies of a piece in host memory: as the safetensors library copied it, as an array, after the cast, and as it
-is sent. One more piece covers what JAX allocates when it first runs. Quantised weights are read in pieces, too; their
-4-bit codes take a byte each there. `tests/models/test_load_memory.py` measures these bounds."""
+"""Most copies of a piece in host memory: the copy by the safetensors library, the array, the result of the cast, and
+the copy that is sent. One more piece covers what JAX allocates when it first runs. Quantised weights are read in
+pieces, too; their 4-bit codes take a byte each there. `tests/models/test_load_memory.py` measures these bounds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostBytes:
-    """Most bytes of host memory that a process needs in addition to the model itself, where that is on the host."""
+    """Most bytes of host memory that a process needs, without the bytes of the model's own leaves on the host."""
 
     loading: int
     """Bytes while `lowtide.models.load` reads the model."""
@@ -491,6 +508,12 @@ def _embedding(config: DecoderConfig) -> str:
     return f"{family_of(config).names['outer/embed']}.weight"
 
 
+def _check_dtypes(dtype: Any, compute_dtype: Any) -> None:
+    for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
+        if not _is_floating(name):
+            raise ConfigError(f"the dtype must be floating-point, such as float32 or bfloat16, not {name!r}")
+
+
 def _is_floating(name: Any) -> bool:
     try:
         return jnp.issubdtype(jnp.dtype(name), jnp.floating)
@@ -526,8 +549,8 @@ class _LeafPlan:
 def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: str) -> _LeafPlan:
     """Decide how to read a leaf; `sources` are in the order of its stack.
 
-    A `dtype` of None is one that loses no digits of the stored dtypes, or of the dtypes before quantisation. Where a
-    file does not record that, it is `otherwise`.
+    With a `dtype` of None, the leaf has a dtype that loses no digits of the stored dtypes, or of the dtypes before
+    quantisation. `otherwise` stands for a dtype before quantisation that the file does not record.
     """
     leaf_dtype = dtype
     if dtype is None:
