@@ -99,7 +99,7 @@ def test_full_tuning_in_five_bytes_learns_nearly_what_float32_does(finetune, mon
     assert {leaf.codes.dtype.name for leaf in jax.tree.leaves(state, is_leaf=_is_packed) if _is_packed(leaf)} == {
         "uint8"
     }
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.rests)} == {"int8", "float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.residuals)} == {"int8", "float32"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(job.trainer.state.trainable)} == {"bfloat16"}
     np.testing.assert_allclose(_fit(job), plain, rtol=0.01)
 

@@ -111,8 +111,8 @@ class Callback:
     def is_immediate(self) -> bool:
         """Whether the values of each step are read before the next step is dispatched.
 
-        For a callback that changes the training by a step's record. By default, the time of a record depends on
-        evaluations and checkpoints. If this is True, the device waits for the host after every step.
+        For a callback that changes the training by a step's record. By default, a record may arrive a step later,
+        except before evaluations and checkpoints. If this is True, the device waits for the host after every step.
         """
         return False
 
@@ -170,7 +170,10 @@ class Callback:
 
 
 class Listeners:
-    """The callbacks of a run, called for its events in order; `on_record` is called first with each record."""
+    """The callbacks of a run, called for its events in order. Mutable: it queues the hooks of an event.
+
+    `on_record` is called first with each record.
+    """
 
     def __init__(
         self, trainer: TrainerView, callbacks: Sequence[Callback], on_record: Callable[[Record], None] | None = None
@@ -185,8 +188,8 @@ class Listeners:
     def notify(self, event: Event) -> None:
         """Call the hooks of all callbacks for an event.
 
-        If a hook raises, the later callbacks miss the event, except for records and final events. If a hook causes
-        another event, as saving does, the remaining callbacks receive this event first.
+        If a hook raises, the later callbacks miss the event, except for records and for events with an `error`. If a
+        hook causes another event, as saving does, the remaining callbacks receive this event first.
         """
         self.flush()
         if event.name == "resume":
@@ -257,6 +260,8 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 class Profile(Callback):
     """Write a profile of chosen steps, for TensorBoard's or Perfetto's viewer.
 
+    Mutable: it stores whether it profiles, and at which step it ends.
+
     Args:
         directory: folder of the profile; several processes have a subfolder each.
         first: first profiled step, counted from 0; a resumed run that begins later profiles from its own first step.
@@ -310,7 +315,10 @@ class Profile(Callback):
 
 
 class _Monitor(Callback):
-    """Base class that calls `on_plateau` after too many records without improvement; arguments of `EarlyStopping`."""
+    """Base class that calls `on_plateau` after too many records without improvement; arguments of `EarlyStopping`.
+
+    Mutable: each record changes its best value and its counts.
+    """
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
         check_choice("mode", mode, ("min", "max"), hint='"min" is for losses')
@@ -368,7 +376,7 @@ class _Monitor(Callback):
 
 
 class EarlyStopping(_Monitor):
-    """Stop the run when a value no longer improves.
+    """Stop the run when a value no longer improves. Mutable: each record changes its counts.
 
     Args:
         monitor: name of the value in the records, such as ``eval_loss``.
@@ -407,7 +415,7 @@ class EarlyStopping(_Monitor):
 
 
 class ReduceOnPlateau(_Monitor):
-    """Reduce the learning rate when a value no longer improves.
+    """Reduce the learning rate when a value no longer improves. Mutable: each record changes its counts.
 
     The rate is part of the optimizer's state, so it is saved and restored with the state, and no step is recompiled.
     ``on_nan="roll_back"`` thus also restores the rate of the copy.
@@ -416,7 +424,7 @@ class ReduceOnPlateau(_Monitor):
 
     Args:
         monitor: name of the value in the records, such as ``eval_loss``.
-        factor: factor of a reduction.
+        factor: the rate is multiplied by this number between 0 and 1.
         patience: number of tolerated records without improvement; the next one acts (Keras acts one record earlier).
         min_delta: a change has to exceed this to count as an improvement.
         mode: ``"min"`` or ``"max"``.

@@ -2,6 +2,7 @@
 
 After compilation, the program is checked to reuse every donated buffer, so that exactly one copy of the state is on the
 device. A program that needs more memory than the device has is refused. Each shape of a batch has its own program.
+A pipeline that may change its schedule gets the one that fits the memory of the device best.
 `analyze_step` and `analyze_naive` compile a step from shapes, before anything is allocated.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import optax
 
 from ..core import (
     OutOfMemoryError,
+    ScheduleError,
     Selector,
     Tree,
     accumulate,
@@ -25,6 +27,7 @@ from ..core import (
     as_numpy,
     check_integer,
     combine,
+    format_bytes,
     memory_space,
     numbers,
     parse_bytes,
@@ -47,7 +50,7 @@ from ..memory import (
 from ..offload import state_shardings
 from ..pipeline import StageReport
 from ._events import user_stacklevel
-from ._pipeline_step import PipelineStep, Trial, choose_schedule
+from ._pipeline_step import PipelineStep
 from ._signals import delay_signals
 from ._state import TrainStateStore
 from ._step import (
@@ -63,10 +66,17 @@ from ._step import (
 )
 
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
+_MAX_ATTEMPTS = 3
+"""Number of attempts with less memory: each program needs a different amount while a pass runs."""
+_MAX_TIME_SHARE = 0.99
+"""A schedule that needs more memory must take less than this share of the time: another compilation takes minutes."""
 
 
 class CompiledStep:
-    """The step of a trainer, compiled for the shapes of its batches; `store` holds its arrays."""
+    """The step of a trainer, compiled for the shapes of its batches. Mutable: it keeps the programs.
+
+    `store` holds the arrays of the step.
+    """
 
     def __init__(
         self,
@@ -87,8 +97,11 @@ class CompiledStep:
         """Bytes that a step may use on a device; None for all bytes of the device."""
         self.stages: StageReport | None = None
         """Report on what each rank of a pipeline holds; available after `preflight`."""
-        self._programs: dict[Any, Trial] = {}
+        self._programs: dict[Any, _Trial] = {}
         self._reports: dict[int, MemoryReport] = {}
+
+    def set_budget(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
@@ -110,9 +123,9 @@ class CompiledStep:
                 self.stages = step.report(combine(*self._store.parts), shapes, report)
             return report
 
-        def analyze_trial(step: TrainingStep) -> Trial:
+        def analyze_trial(step: TrainingStep) -> _Trial:
             report = analyze(self._jitted(step), *self._arguments(shapes), target=target, roles=_ROLES)
-            return Trial(step, None, report, self._free_bytes(report))
+            return _Trial(step, None, report, self._free_bytes(report))
 
         chosen_report = self._choose(analyze_trial, shapes).report
         assert chosen_report is not None
@@ -123,15 +136,15 @@ class CompiledStep:
         self._refuse_large(report, batch)
         return report
 
-    def _choose(self, build: Callable[[TrainingStep], Trial], shapes: Tree) -> Trial:
+    def _choose(self, build: Callable[[TrainingStep], _Trial], shapes: Tree) -> _Trial:
         """Compile the step; for a pipeline that can be rescheduled, choose the schedule by the memory left."""
         if self._reschedulable is None:
             return build(self._step)
         arrays = jax.tree.map(_to_struct, combine(*self._store.parts))
-        return choose_schedule(self._reschedulable, build, arrays, shapes)
+        return _choose_schedule(self._reschedulable, build, arrays, shapes)
 
     def _free_bytes(self, report: MemoryReport) -> int | None:
-        """Return the bytes that a device has left next to a step; negative where the step is too large."""
+        """Return the bytes that a step leaves free on a device; negative if it is too large, None if unknown."""
         usable = report.target.device_bytes if self.budget_bytes is None else self.budget_bytes
         return None if usable is None else usable - report.device_bytes
 
@@ -140,19 +153,28 @@ class CompiledStep:
         program = compile(self._jitted(self._step_for(batch)), *self._arguments(batch))
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
 
-    def run(self, batch: Tree, on_dispatch: Callable[[Tree], None] = lambda metrics: None) -> Tree:
-        """Take one step; return the metrics, on the device, and pass them to `on_dispatch` before any interrupt."""
+    def run(self, batch: Tree) -> Tree:
+        """Take one step, and return the metrics, on the device."""
+        program, on_device = self.prepare(batch)
+        # No interrupt between the call and `set`: the call consumes the state, and its result would be lost.
+        with delay_signals():
+            metrics = self.dispatch(program, on_device)
+        return self._processes.wait_on_cpu(metrics)
+
+    def prepare(self, batch: Tree) -> tuple[Any, Tree]:
+        """Return the compiled program of a step, and its batch on the devices; borrow the arrays of an object."""
         self._store.refuse_averaged("a step")
         self._store.borrow()
         on_device = self.place(batch)
         compiled = self.compile(on_device)
         self._refuse_large(self._report(compiled), batch)
-        # No interrupt between the call and `set`: the call consumes the state, and its result would be lost.
-        with delay_signals():
-            trainable, opt_state, mutable, step, metrics = called(compiled, *self._arguments(on_device))
-            self._store.set(TrainState(step, trainable, opt_state, mutable))
-            on_dispatch(metrics)
-        return self._processes.wait_on_cpu(metrics)
+        return compiled, on_device
+
+    def dispatch(self, program: Any, on_device: Tree) -> Tree:
+        """Run a prepared step, store its state, and return the metrics; the caller delays signals meanwhile."""
+        trainable, opt_state, mutable, step, metrics = called(program, *self._arguments(on_device))
+        self._store.set(TrainState(step, trainable, opt_state, mutable))
+        return metrics
 
     def place(self, batch: Tree, *, is_training: bool = True) -> Tree:
         if self._sharding is None:
@@ -182,10 +204,10 @@ class CompiledStep:
                 self._reports[id(trial.program)] = trial.report
         return self._programs[key].program
 
-    def _compile_trial(self, step: TrainingStep, batch: Tree) -> Trial:
+    def _compile_trial(self, step: TrainingStep, batch: Tree) -> _Trial:
         """Compile a step for this hardware, with a memory report where a schedule is chosen by it."""
         with warnings.catch_warnings():
-            # JAX only warns about them, without a path. `check_donation` raises, with a path.
+            # JAX only warns about buffers that it cannot reuse, without a path. `check_donation` raises, with a path.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             lowered = self._jitted(step).lower(*self._arguments(batch))
             self._processes.agree_on_program(lowered)
@@ -196,13 +218,13 @@ class CompiledStep:
                     raise
                 program = error
         if self._reschedulable is None:
-            return Trial(step, program, None, None)
+            return _Trial(step, program, None, None)
         if isinstance(program, Exception):  # a TPU compiler reports memory even when the program does not fit
             report = analyze(self._jitted(step), *self._arguments(batch), roles=_ROLES)
         else:
             report = analyze_compiled(program, roles=_ROLES)
         # Devices of other processes may have less memory left; all processes choose by the smallest number.
-        return Trial(step, program, report, self._processes.min_over_processes(self._free_bytes(report)))
+        return _Trial(step, program, report, self._processes.min_over_processes(self._free_bytes(report)))
 
     def _step_for(self, shapes: Tree) -> TrainingStep:
         key = self._key(shapes)
@@ -239,6 +261,82 @@ def _to_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
+# --- the schedule for the memory left on the device ------------------------------------------------------------------
+# An ``"auto"`` schedule without given costs or limit may keep more or less memory between passes than by default. Only
+# the compiled step shows how much memory is left. So the step is compiled, a new schedule is made for the memory left,
+# and the step with that schedule is compiled again.
+
+
+class _Trial(NamedTuple):
+    """A compiled step."""
+
+    step: TrainingStep
+    program: Any
+    """The result of the compilation: the compiled program, or the error of a step that does not fit."""
+    report: MemoryReport | None
+    """Memory report of the program; None where it was not requested."""
+    free_bytes: int | None
+    """Bytes left on a device, negative where the step is too large, None where unknown. The same in all processes of a
+    run."""
+
+
+def _choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], _Trial], arrays: Tree, batch: Tree) -> _Trial:
+    """Return a trial of the step itself, or of one with another schedule that fits the device's memory better.
+
+    If `step` does not fit, the other one keeps less between passes (the smallest one, if several do not fit). If memory
+    is left, the other one ends sooner.
+    """
+    best = default = build(step)
+    if default.free_bytes is None:
+        return default
+    default_report = step.report(arrays, batch, None)
+    if default.free_bytes >= 0:
+        larger = _reschedule(default, default.free_bytes, arrays, batch)
+        if larger is None or larger[1].time_over_ideal > _MAX_TIME_SHARE * default_report.time_over_ideal:
+            return default
+        return default if ((trial := build(larger[0])).free_bytes or 0) < 0 else trial
+    for _ in range(_MAX_ATTEMPTS):
+        # If a schedule cannot save all missing bytes, it may save a part: the memory that running passes need shrinks,
+        # too.
+        options = (_reschedule(best, int(part * (best.free_bytes or 0)), arrays, batch) for part in (1, 0.5, 0.25))
+        smaller = next((option for option in options if option is not None), None)
+        if smaller is None or ((trial := build(smaller[0])).free_bytes or 0) <= (best.free_bytes or 0):
+            break
+        best = trial
+        if (best.free_bytes or 0) >= 0:
+            _warn_slower(default_report, smaller[1])
+            break
+    return best
+
+
+def _reschedule(trial: _Trial, extra_bytes: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
+    """Return a step that keeps at most `extra_bytes` more between passes (fewer where it is negative), or None."""
+    assert isinstance(trial.step, PipelineStep)
+    counted, compiled = (trial.step.report(arrays, batch, memory).waiting_bytes for memory in (None, trial.report))
+    # A schedule counts arrays as whole even where the compiler shards them, so the limit is scaled to that count.
+    limit = int((compiled + extra_bytes) * counted / compiled) if compiled else 0
+    if limit < 1:
+        return None
+    limited_step = trial.step.within(limit)
+    try:
+        return limited_step, limited_step.report(arrays, batch, None)
+    except ScheduleError:
+        return None
+
+
+def _warn_slower(before: StageReport, after: StageReport) -> None:
+    """Warn about a step that saves memory and takes longer."""
+    if after.time_over_ideal > before.time_over_ideal / _MAX_TIME_SHARE:
+        warnings.warn(
+            f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "
+            f"{format_bytes(before.waiting_bytes)}, for which the device has too little memory: it takes "
+            f"{after.time_over_ideal:.2f} times the ideal time instead of {before.time_over_ideal:.2f}\n"
+            "hint: use smaller microbatches, more stages, remat=True or inputs='host' of lt.pipeline.value_and_grad",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
 # --- steps compiled from shapes: the trainer's, and a naive one ------------------------------------------------------
 # The naive step differentiates and optimises the whole model, with frozen weights behind `jax.lax.stop_gradient`. It is
 # a baseline for comparison, and never runs.
@@ -267,6 +365,9 @@ def step_job(
 
     Returns:
         The job, with the roles ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
+
+    Raises:
+        SelectionError: when `wrt` selects nothing, or a leaf that cannot be differentiated.
 
     Memory:
         None: arrays are replaced by their shapes.
@@ -307,6 +408,9 @@ def analyze_step(
     Returns:
         The report, with the roles of `step_job`.
 
+    Raises:
+        Exception: any exception of `step_job` or `lowtide.memory.analyze`.
+
     Memory:
         None on the target: arrays are replaced by their shapes.
     """
@@ -338,6 +442,10 @@ def analyze_naive(
 
     Returns:
         The report, with the roles ``trainable``, ``optimizer``, ``frozen`` and ``batch``.
+
+    Raises:
+        SelectionError: when `wrt` selects nothing.
+        Exception: any exception of `lowtide.memory.analyze`.
 
     Memory:
         None: arrays are replaced by their shapes.

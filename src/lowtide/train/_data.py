@@ -37,7 +37,10 @@ class DataEnd(enum.Enum):
 
 
 class DataCursor:
-    """Iterator over a run's training data, which ends after `num_steps` or `num_epochs`, whichever comes first."""
+    """Position of a run in its training data. Mutable: every batch moves it.
+
+    The data ends after `num_steps` or `num_epochs`, whichever comes first.
+    """
 
     def __init__(self, data: StepData | Iterable[Tree], num_steps: int | None, num_epochs: int | None) -> None:
         if num_steps is None and num_epochs is None:
@@ -94,7 +97,7 @@ class DataCursor:
     def continue_from(self, previous: DataCursor | None, position: Mapping[str, Any] | None) -> bool:
         """Continue with the iterator of the previous run, or with other data; return False if `start` has to be called.
 
-        `position` is the trainer's, which differs from the run's end after a restore, and does not apply to other data.
+        `position` is the trainer's. After a restore it differs from the end of that run. It is not used for other data.
         """
         if previous is None or previous._end_position is not position:
             return False
@@ -261,7 +264,7 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
     """Return batches of arrays, shuffled again in every epoch.
 
     Args:
-        arrays: a pytree of arrays with equal leading axes, the elements.
+        arrays: a pytree of arrays. Their first axes, of one length, are the elements.
         batch_size: number of elements in a batch.
         seed: seed of the order; None keeps the order of the arrays.
         drop_remainder: drop the last elements if they do not fill a batch (such a batch would need another
@@ -271,7 +274,8 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
         A `grain.MapDataset` of one epoch's batches, for ``fit(..., num_epochs=...)``.
 
     Raises:
-        DataError: when leading axes differ, or no batch can be filled.
+        DataError: when first axes differ, or no batch can be filled.
+        ConfigError: when Grain is not installed.
 
     Memory:
         The arrays stay where they are; one batch at a time is gathered.
@@ -319,19 +323,18 @@ def example_weights(
 
     Args:
         labels: classes as integers, of any shape. Floating-point labels are one-hot [..., C] (the largest counts), or
-            binary, [...] or [..., 1], and rounded.
+            binary, [B] or [..., 1], and rounded.
         class_weight: a mapping from class to weight; a class that is not in it has weight 1, as in Keras
             (``{-1: 0.0}`` leaves padding out). Or a sequence with a weight for each of the classes 0 to C - 1.
         sample_weight: float [...], weights of the elements, or None.
 
     Returns:
-        float32 [...]: a NumPy array for NumPy arrays, else a JAX array.
+        float32 [...]: a JAX array if `labels` or `sample_weight` is one, else a NumPy array.
 
     Raises:
         ConfigError: when `class_weight` is empty, negative, not finite, or has classes that are not integers.
-        DataError: when a label is not one of the C classes, or a sample's weight is negative or not finite. This
-            applies only to NumPy arrays. In a traced function such a label has weight NaN, which `Trainer`'s ``on_nan``
-            detects, and weights of samples are not checked.
+        DataError: when a label is not one of the C classes of a sequence, or a sample's weight is negative or not
+            finite. JAX arrays are not checked: such a label has weight NaN, which `Trainer`'s ``on_nan`` detects.
         StructureError: when `sample_weight` has another shape than the classes.
 
     Examples:

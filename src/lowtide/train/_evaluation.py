@@ -30,7 +30,10 @@ def _call_model(model: Any, *batch: Tree) -> Any:
 
 
 class Evaluation:
-    """The compiled functions of evaluation and prediction; without `weight`, a batch weighs its number of rows."""
+    """The compiled functions of evaluation and prediction. Mutable: it caches one function.
+
+    Without `weight`, a batch weighs its number of rows.
+    """
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ Record = dict[str, float | int]
 
 
 class Event(NamedTuple):
-    """Something that has happened or is about to; `Callback` has a hook ``on_...`` for all but two events."""
+    """Something that has happened or is about to; `Callback` has a hook ``on_...`` for all but resume and rollback."""
 
     name: Literal[
         "train_begin",
@@ -62,10 +62,10 @@ def user_stacklevel() -> int:
 class LossLines:
     """Choose the steps whose loss is printed where there is no progress bar: in a log file or a notebook.
 
-    This object is mutable: it stores when it last chose a step.
+    Mutable: it stores when it last chose a step.
 
     Args:
-        num_steps: the step at which the run ends, or None if unknown.
+        num_steps: the step at which the run ends. If None, each 100th step is chosen, instead of each tenth of the run.
     """
 
     def __init__(self, num_steps: int | None) -> None:
@@ -73,7 +73,7 @@ class LossLines:
         self._last: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether to print: at the first step, at ten steps of a run, and after every minute."""
+        """Return whether to print: at the first step, at each tenth of the run, and after every minute."""
         now = time.monotonic()
         is_due = self._last is None or step % self._interval == 0 or now - self._last > 60
         if is_due:

@@ -36,7 +36,7 @@ from ._data import DataCursor, DataEnd, refuse_arrays
 from ._evaluation import Evaluation
 from ._events import Event, Record, note_failure, user_stacklevel
 from ._nan_policy import NonFinitePolicy
-from ._signals import SigtermMonitor, TerminationRequested, install_handlers
+from ._signals import SigtermMonitor, TerminationRequested, delay_signals, install_handlers
 from ._state import TrainStateStore
 from .checkpoint import RunMetadata, Snapshots
 
@@ -61,6 +61,8 @@ class FitOptions(TypedDict, total=False):
 
 class Run:
     """A run in a loop of your own, made by `Trainer.session`; iterate it once.
+
+    Mutable: it stores whether it was started and closed.
 
     Args:
         session: yields the events.
@@ -124,12 +126,16 @@ class _DispatchedStep(NamedTuple):
     step: int
     metrics: Tree
     started: float
-    vote: Any = 0
+    requested_action: Any = 0
+    """Highest action that any process requested: an integer, or an array that is ready after the step."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Session:
-    """One run, to be iterated once, inside of `running`; `Trainer.fit` lists the errors of its arguments."""
+    """One run, to be iterated once, inside of `running`. Mutable: every step changes it.
+
+    `Trainer.fit` lists the errors of its arguments.
+    """
 
     store: TrainStateStore
     compiled: CompiledStep
@@ -138,7 +144,7 @@ class Session:
     nan_policy: NonFinitePolicy
     evaluation: Evaluation
     listeners: Listeners
-    """The callbacks: receive events that no iteration passes on, and have states that a checkpoint keeps."""
+    """The callbacks: notified from here of events that no iteration yields. A checkpoint keeps their states."""
     cursor: DataCursor
     previous: DataCursor | None = None
     """Data of the run before (its `final_cursor`)."""
@@ -158,7 +164,7 @@ class Session:
         """Whether `running` has ended."""
         self.is_stopped = False
         position = metadata.position or {}
-        # Callbacks that continue after a failure have counted the evaluation of step 0, unless the position denies it.
+        # Callbacks that continue at step 0 after a failure may have counted its evaluation, as the position then says.
         is_first = step == 0 and metadata.callbacks is None
         self._due_step: int | None = step if is_first or position.get("evaluate", step == 0) else None
         """Step of an evaluation that is still to come and that no rule (`eval_every`, the last step) covers."""
@@ -180,7 +186,7 @@ class Session:
         is_evaluated = position.get("evaluated_at") == step and not (is_first or self.store.is_edited)
         self._evaluated_step: int | None = step if is_evaluated else None
         self._is_best = False
-        """Whether the evaluation at that step was the best so far, and no checkpoint of it is saved yet."""
+        """Whether the evaluation at `_evaluated_step` was the best so far, and no checkpoint of it is saved yet."""
         self._is_started = False
         """Whether callbacks were notified of the beginning."""
         self._has_resumed = False
@@ -241,7 +247,7 @@ class Session:
             self.listeners.notify(event)
 
     def save(self) -> bool:
-        """Start to write a checkpoint of the state and `metadata`; return whether there was none."""
+        """Start to write a checkpoint of the state and `metadata`; return whether one is written."""
         self.snapshots.prepare_save()
         self.deliver()  # restores an earlier state if the last steps made it non-finite
         return self.snapshots.save(self.metadata())
@@ -320,10 +326,7 @@ class Session:
         is_first, self._batch, self._has_batch = not self._has_batch, batch, True
         if is_first:
             yield Event("preflight", self.compiled.preflight(batch))
-        started = time.perf_counter()
-        self.compiled.run(batch, lambda metrics: self._pending.append(_DispatchedStep(step + 1, metrics, started)))
-        action = _TERMINATE if self._sigterm.has_arrived else _STOP * self.is_stopped
-        self._pending[-1] = self._pending[-1]._replace(vote=self.processes.max_action(action))
+        self._dispatch(step, batch)
         yield from self.settle(int(not self.listeners.is_immediate))
         yield Event("step_end", step + 1)
         if self.eval_every and (step + 1) % self.eval_every == 0:
@@ -332,6 +335,17 @@ class Session:
         if self.checkpoint_every and (step + 1) % self.checkpoint_every == 0:
             yield from self.settle()
             yield from self._save(step + 1)
+
+    def _dispatch(self, step: int, batch: Tree) -> None:
+        """Dispatch a step to the device; its values are pending from then on."""
+        started = time.perf_counter()
+        program, on_device = self.compiled.prepare(batch)
+        with delay_signals():  # an interrupt in here would lose the values of a step that the state contains
+            metrics = self.compiled.dispatch(program, on_device)
+            self._pending.append(_DispatchedStep(step + 1, metrics, started))
+        self.processes.wait_on_cpu(metrics)
+        action = _TERMINATE if self._sigterm.has_arrived else _STOP * self.is_stopped
+        self._pending[-1] = self._pending[-1]._replace(requested_action=self.processes.max_action(action))
 
     def _end_epoch(self, step: int) -> Iterator[Event]:
         yield from self.settle()
@@ -350,7 +364,7 @@ class Session:
             sent = self._pending[0]
             # float() blocks until the device has computed the value.
             values = {name: float(value) for name, value in sent.metrics.items()}
-            self._requested_action = max(self._requested_action, int(sent.vote))
+            self._requested_action = max(self._requested_action, int(sent.requested_action))
             self.nan_policy.observe(values)
             del self._pending[0]
             record = self._make_record(sent, values)
@@ -471,7 +485,7 @@ class Session:
             with note_failure(error, "the checkpoint"):
                 for event in self._save(self.store.step):
                     yield event._replace(error=error)
-        # Otherwise the run has left its data, and a callback may have moved on.
+        # A run that is over has stored its position, and a callback may have restored another state since.
         if self.nan_policy.has_rolled_back or not self.is_over:
             with note_failure(error, "leaving the data"):
                 self._store_position(error)

@@ -27,7 +27,10 @@ _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
 
 
 class NonFinitePolicy:
-    """Policy of a run for values that are not finite; `on_nan` and `is_guarded` are those of `Trainer`."""
+    """Policy of a run for values that are not finite. Mutable: it counts failed steps and rollbacks.
+
+    `on_nan` and `is_guarded` are those of `Trainer`.
+    """
 
     def __init__(self, store: TrainStateStore, snapshots: Snapshots, on_nan: OnNan, *, is_guarded: bool) -> None:
         self._store, self._snapshots, self._on_nan, self._is_guarded = store, snapshots, on_nan, is_guarded
@@ -44,15 +47,18 @@ class NonFinitePolicy:
         self._num_failures = 0
         """Number of steps in a row whose loss or gradients are not finite."""
         self._num_rollbacks, self._rollback_steps = 0, (-1, -1)
-        """Number of rollbacks to one copy; its step, and the step at which the run continued (a checkpoint saved there
-        holds the same weights)."""
+        """Number of rollbacks to the same copy. The steps are that of the copy, and that at which the run continued (a
+        checkpoint saved there holds the same weights)."""
 
     def begin(self) -> None:
         """Record the trainable leaves that are not finite at the beginning of the run."""
         self._initially_nonfinite = _nonfinite_leaves(self._store.state.trainable)
 
     def observe(self, values: Mapping[str, float]) -> None:
-        """Check the loss and the gradients of a step, before an interrupt can come between this and `check_step`."""
+        """Record whether the loss and the gradients of a step are finite.
+
+        This precedes `check_step`. If an interrupt comes between both, the exception still finds the record.
+        """
         self.has_nonfinite_values = bool(_nonfinite_names(values))
 
     def check_step(self, step: int, values: Mapping[str, float]) -> int | None:
@@ -118,7 +124,10 @@ class NonFinitePolicy:
     # --- after an exception ----------------------------------------------------------------------------------------
 
     def handle_last_step(self, error: BaseException, step: int, values: Mapping[str, float], *, is_alone: bool) -> None:
-        """Restore a copy if the last step needs it and was not checked; several processes cannot do so together."""
+        """Restore a copy if the loss or gradients of an unchecked step are not finite and its update was not dropped.
+
+        With several processes (`is_alone` is false) only mark the run as rolled back, because each would act alone.
+        """
         names = _nonfinite_names(values)
         if names and self._on_nan in ("abort", "roll_back") and not self._is_guarded:
             if is_alone and not self.has_rolled_back:

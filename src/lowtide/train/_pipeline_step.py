@@ -1,4 +1,4 @@
-"""A training step whose gradients come from a pipeline, and the choice of its schedule for the memory left.
+"""A training step whose gradients come from a pipeline.
 
 The state holds layers in the order of ranks (`Pipeline.arrange`), so that no step moves weights between devices. The
 model that the user sees has its own order. Apart from the gradients, the step is a `WholeStep`.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core import (
     ConfigError,
     LayerStack,
-    ScheduleError,
     Selector,
     StructureError,
     Tree,
-    format_bytes,
     leaves_with_paths,
     num_layers,
     on_host,
@@ -37,7 +35,6 @@ from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
 from ._step import (
     Gradients,
-    TrainingStep,
     TrainState,
     WholeStep,
     accepted_keywords,
@@ -47,14 +44,10 @@ from ._step import (
 )
 
 _FEATURE = "a pipeline"
-_MAX_ATTEMPTS = 3
-"""Number of attempts with less memory: each program needs a different amount while a pass runs."""
-_MAX_TIME_SHARE = 0.99
-"""A schedule that needs more memory must take less than this share of the time: another compilation takes minutes."""
 
 
 class PipelineStep:
-    """A step that computes gradients in a pipeline, and then updates; `pipeline` takes arranged layers."""
+    """A step that computes gradients in a pipeline, and then updates weights; `pipeline` takes arranged layers."""
 
     remedies = (
         "a schedule of more microbatches, or of one that keeps less (v-half, v-min); "
@@ -80,8 +73,8 @@ class PipelineStep:
         """Layer of every row of the state, -1 for padding; None for the order of the model."""
         if self.arrangement == list(range(self._num_layers)):
             self.arrangement = None
-        arguments = (model, self._evaluate, tx, pipeline.wrt, 1, pipeline.weight)
-        self._whole = WholeStep(*arguments, gradients=self._gradients)
+        loss_fn = partial(_evaluate, self._pipeline)
+        self._whole = WholeStep(model, loss_fn, tx, pipeline.wrt, 1, pipeline.weight)
 
     @property
     def can_reschedule(self) -> bool:
@@ -90,10 +83,9 @@ class PipelineStep:
         return remake is not None and remake.memory_limit is None and self._concrete.memory_limit is None
 
     def within(self, memory_limit: int) -> PipelineStep:
-        """Return the step with another limit of the bytes that wait on each device; state and layers stay the same."""
+        """Return the step with another limit of the bytes kept between passes; state and layers stay the same."""
         step = copy.copy(self)
         step._pipeline, step._concrete = self._pipeline.within(memory_limit), self._concrete.within(memory_limit)
-        step._whole = self._whole.with_gradients(step._gradients)
         return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
@@ -125,7 +117,7 @@ class PipelineStep:
                 problem = f"layers/{path} is in host memory, but a pipeline needs its layers on the device"
                 hint = "lt.offload.to_device, or more ranks; lt.offload.layerwise_step streams layers from the host"
                 raise ConfigError(problem, hint=hint)
-            # Rules apply to rows: with uneven stages the ranks shard rows, which include padding, and not layers.
+            # Rules apply to rows, not to layers: with uneven stages, rows include padding, and ranks shard them.
             shape = (len(self._rows), *leaf.shape[1:])
             struct = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
             other_axes = self._sharding.of(f"layers/{path}", struct).spec[1:]
@@ -136,7 +128,7 @@ class PipelineStep:
         return with_outer_and_layers(model, outer, jax.tree.unflatten(jax.tree.structure(layers), rows))
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        return self._whole(state, frozen, batch)
+        return self._whole.apply_gradients(state, self._gradients(state, frozen, batch))
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
         return self._whole.loss(arrays, batch, key=key, training=training)
@@ -164,8 +156,9 @@ class PipelineStep:
         outer, layers = outer_and_layers(model, _FEATURE)
         return with_outer_and_layers(model, outer, self._concrete.restore(layers, self._num_layers))
 
-    def _evaluate(self, model: Tree, batch: Tree) -> tuple[Any, Tree]:
-        return self._pipeline.evaluate(*outer_and_layers(model, _FEATURE), batch)
+
+def _evaluate(pipeline: Pipeline, model: Tree, batch: Tree) -> tuple[Any, Tree]:
+    return pipeline.evaluate(*outer_and_layers(model, _FEATURE), batch)
 
 
 def make_pipeline(
@@ -188,7 +181,7 @@ def make_pipeline(
         if sharding is None and count % ranks:
             hint = f"sharding=ShardingRules(mesh=make_mesh(stage={ranks}, devices=...)), or another number of stages"
             raise ConfigError(f"{count} devices cannot be divided evenly among {ranks} ranks", hint=hint)
-        sharding = sharding or ShardingRules(mesh=make_mesh(stage=ranks))  # FSDP over the devices that the ranks leave
+        sharding = sharding or ShardingRules(mesh=make_mesh(stage=ranks))  # FSDP over the remaining devices
         if STAGE not in sharding.mesh.shape:
             hint = f"make_mesh(stage={ranks})"
             raise ConfigError(f"the mesh has no axis {STAGE!r} for the ranks", hint=hint)
@@ -220,79 +213,3 @@ def make_pipeline(
         resolved, arranged=True, layers_per_stage=plan.layers_per_stage, batch_axes=tuple(sharding.batch_axes)
     )
     return resolved, sharding
-
-
-# --- the schedule for the memory left on the device ------------------------------------------------------------------
-# An ``"auto"`` schedule without given costs or limit may keep more or less memory between passes than by default. Only
-# the compiled step shows how much memory is left. So the step is compiled, a new schedule is made for the memory left,
-# and the step with that schedule is compiled again.
-
-
-class Trial(NamedTuple):
-    """A compiled step."""
-
-    step: TrainingStep
-    program: Any
-    """The result of the compilation: the compiled program, or the error of a step that does not fit."""
-    report: MemoryReport | None
-    """Memory report of the program; None where it was not requested."""
-    free_bytes: int | None
-    """Bytes left on a device, negative where the step is too large, None where unknown. The same in all processes of a
-    run."""
-
-
-def choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], Trial], arrays: Tree, batch: Tree) -> Trial:
-    """Return a trial of the step itself, or of one with another schedule that fits the device's memory better.
-
-    If `step` does not fit, the other one keeps less between passes (the smallest one, if several do not fit). If memory
-    is left, the other one ends sooner.
-    """
-    best = default = build(step)
-    if default.free_bytes is None:
-        return default
-    default_report = step.report(arrays, batch, None)
-    if default.free_bytes >= 0:
-        larger = _reschedule(default, default.free_bytes, arrays, batch)
-        if larger is None or larger[1].time_over_ideal > _MAX_TIME_SHARE * default_report.time_over_ideal:
-            return default
-        return default if ((trial := build(larger[0])).free_bytes or 0) < 0 else trial
-    for _ in range(_MAX_ATTEMPTS):
-        # If a schedule cannot save all missing bytes, it may save a part: the memory that running passes need shrinks,
-        # too.
-        options = (_reschedule(best, int(part * (best.free_bytes or 0)), arrays, batch) for part in (1, 0.5, 0.25))
-        smaller = next((option for option in options if option is not None), None)
-        if smaller is None or ((trial := build(smaller[0])).free_bytes or 0) <= (best.free_bytes or 0):
-            break
-        best = trial
-        if (best.free_bytes or 0) >= 0:
-            _warn_slower(default_report, smaller[1])
-            break
-    return best
-
-
-def _reschedule(trial: Trial, extra_bytes: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
-    """Return a step that keeps at most `extra_bytes` more between passes (fewer where it is negative), or None."""
-    assert isinstance(trial.step, PipelineStep)
-    counted, compiled = (trial.step.report(arrays, batch, memory).waiting_bytes for memory in (None, trial.report))
-    # A schedule counts arrays as whole even where the compiler shards them, so the limit is scaled to that count.
-    limit = int((compiled + extra_bytes) * counted / compiled) if compiled else 0
-    if limit < 1:
-        return None
-    limited_step = trial.step.within(limit)
-    try:
-        return limited_step, limited_step.report(arrays, batch, None)
-    except ScheduleError:
-        return None
-
-
-def _warn_slower(before: StageReport, after: StageReport) -> None:
-    """Warn about a step that saves memory and takes longer."""
-    if after.time_over_ideal > before.time_over_ideal / _MAX_TIME_SHARE:
-        warnings.warn(
-            f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "
-            f"{format_bytes(before.waiting_bytes)}, for which the device has too little memory: it takes "
-            f"{after.time_over_ideal:.2f} times the ideal time instead of {before.time_over_ideal:.2f}\n"
-            "hint: use smaller microbatches, more stages, remat=True or inputs='host' of lt.pipeline.value_and_grad",
-            UserWarning,
-            stacklevel=2,
-        )

@@ -18,7 +18,10 @@ from ._events import LossLines, Record
 
 
 class Progress(Callback):
-    """Print progress to standard error; `num_steps` is the step at which the run ends, or None if unknown."""
+    """Print progress to standard error. Mutable: it holds the bar of the terminal.
+
+    `num_steps` is the step at which the run ends, or None if unknown.
+    """
 
     def __init__(self, num_steps: int | None) -> None:
         self._console = Console(stderr=True, highlight=False)

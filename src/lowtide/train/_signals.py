@@ -24,7 +24,7 @@ _get_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsig
 
 
 def _deliver_signal(number: int) -> None:
-    """Deliver a signal to its handler; if that is the default one and returns, exit with a shell's status for it."""
+    """Deliver a signal to its handler; if the default handler does not end the process, exit with a shell's status."""
     signal.raise_signal(number)
     # Linux drops a signal without a handler that is sent to the first process of a container, such as `exec lowtide`.
     # The process would then end with status 0, and its supervisor would treat the run as completed.
@@ -33,7 +33,10 @@ def _deliver_signal(number: int) -> None:
 
 
 class _Handler:
-    """A signal handler that forwards signals to the previous handler, or delays them after `start_delay`."""
+    """A signal handler that forwards signals to the previous handler, or delays them after `start_delay`.
+
+    Mutable: it stores whether it delays, and whether a signal has arrived meanwhile.
+    """
 
     def __init__(self, number: int, previous: Any) -> None:
         self.number, self.previous, self.is_delaying, self.has_arrived = number, previous, False, False
@@ -120,6 +123,8 @@ class TerminationRequested(BaseException):
 class SigtermMonitor:
     """Context manager that records whether SIGTERM has arrived, and delivers it to the previous handler at its end.
 
+    Mutable: the signal and the stages of a run change it.
+
     Processes that end together (`is_alone=False`) first call `jax.distributed.shutdown`, as at a normal end. Otherwise
     JAX would abort a process that sees the first one gone, and that process would report a failure.
     """
@@ -170,7 +175,7 @@ class SigtermMonitor:
             self._is_waiting = False
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of an evaluation; each read is `wait_for_data`."""
+        """Yield the batches of an evaluation; each is read in `wait_for_data`."""
         iterator = self.wait_for_data(lambda: iter(data))
         sentinel: Any = object()
         while (batch := self.wait_for_data(lambda: next(iterator, sentinel))) is not sentinel:

@@ -1,7 +1,7 @@
 """The arrays of a model in training, and their owner: the trainer, or the mutable object that lends them to it.
 
-`TrainStateStore` holds the only copy on the device. Between steps a mutable object gets its arrays back, and changes
-made in it are adopted (`borrow`). While steps run, the object holds placeholders. A pytree model lends nothing.
+`TrainStateStore` holds the only copy on the device. A mutable object gets its arrays back when `model` is read, and
+after an epoch or a run. The next step adopts changes made in it, and puts placeholders into it (`borrow`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _MAX_STEP = 2**31 - 1
 
 
 class TrainStateStore:
-    """The state of a model in training; `on_change` is called with the step when the weights are replaced."""
+    """The state of a model in training. Mutable: every step replaces the state.
+
+    `on_change` is called with the step when the weights are replaced.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class TrainStateStore:
         self.state = state
 
     def replace(self, state: Any, *, is_running: bool) -> None:
-        """Continue with a state of the user; while steps run, raise for a state of another one; see `Trainer.state`."""
+        """Continue with a state from the user; while a run takes steps, its step has to be equal (`Trainer.state`)."""
         self.refuse_averaged("setting state")
         if not isinstance(state, TrainState):
             hint = "dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)"
@@ -104,13 +107,13 @@ class TrainStateStore:
         pairs = zip(*(jax.tree.leaves((tree.trainable, tree.mutable)) for tree in (state, previous)), strict=True)
         if any(new is not old for new, old in pairs):
             if not self._is_lent:
-                self._return_arrays()  # else `borrow` would take the old arrays in a mutable object for edits
+                self._return_arrays()  # else `borrow` would treat the old ones as edits
             self._mark_changed()
 
     def adopt(self, state: TrainState) -> None:
         """Continue with a copy of the state; a mutable object that holds its arrays gets those of the copy."""
         self.state, self.is_edited = state, False
-        # `borrow` would take the old arrays in the object for edits.
+        # `borrow` would treat the old arrays in the object as edits.
         if not self._is_lent:
             self._return_arrays()
 
@@ -161,7 +164,7 @@ class TrainStateStore:
     # --- lent, borrowed, averaged ----------------------------------------------------------------------------------
 
     def borrow(self, *, lend: bool = True) -> None:
-        """Adopt changed arrays of a mutable object; with `lend`, leave placeholders in it."""
+        """Adopt changed arrays of a mutable object; with `lend`, put placeholders in their place."""
         if self._object is None or self._is_lent:
             return
         own_arrays = combine(*self.parts)
@@ -229,7 +232,7 @@ def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
 
 
 def _refuse_shared(state: TrainState, frozen: Tree) -> None:
-    """Raise when an array of the state also stands elsewhere, because a step consumes it."""
+    """Raise when an array of the state is at a second path, too, because a step consumes it."""
     for first_path, *_, path in shared_leaves({"frozen": frozen, "state": state}):  # frozen paths come first
         if path.startswith("state/"):
             raise SelectionError(f"{first_path} and {path} are the same array", hint="jnp.array(leaf, copy=True)")
@@ -241,7 +244,7 @@ def _as_arrays(tree: Tree) -> Tree:
 
 
 def _from_numpy(tree: Tree) -> Tree:
-    # Every step would copy a NumPy array to the device, and it has no shards, of which copies are made.
+    # Every step would copy a NumPy array to the device. `HostSnapshot` copies shards, which NumPy arrays lack.
     return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
 
 

@@ -8,7 +8,6 @@ step. `WholeStep` differentiates the model as a whole, in mixed precision if ask
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -86,7 +85,7 @@ class TrainingStep(Protocol):
     """Remedies for an out-of-memory error."""
 
     def guard(self, is_guarded: bool) -> None:
-        """Drop updates whose loss or gradients are not finite."""
+        """Set whether updates are dropped when the loss or gradients are not finite."""
         ...
 
     def arranged(self, model: Tree) -> Tree:
@@ -126,7 +125,7 @@ _OPTIMIZER_NOTE = (
 
 
 def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
-    """Return the step as a function of `STEP_ARGUMENTS`, which returns the new values of the first four and metrics."""
+    """Return the step as a function of `STEP_ARGUMENTS`; it returns new values of the first four, and the metrics."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         problem = "jax.disable_jit is on, and a step that is not compiled would hold its state twice"
         hint = "call the loss function alone to debug it; jax.debug.print also works in a compiled step"
@@ -144,8 +143,8 @@ def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, 
 class WholeStep(TrainingStep):
     """A step that computes all gradients of the trainable leaves, and then updates them; arguments as in `Trainer`.
 
+    Mutable: `init` and `guard` complete it before the first step.
     `shard` constrains the sharding of microbatches, and of activations between the layers of a stack, over `mesh`.
-    `gradients` computes the gradients of a batch; by default, `loss_fn` is differentiated.
     """
 
     remedies = "fewer rows per batch, a larger num_microbatches, lt.offload.optimizer(tx), or a larger budget"
@@ -164,7 +163,6 @@ class WholeStep(TrainingStep):
         compute_dtype: Any = None,
         shard: Callable[[Tree], Tree] = lambda arrays: arrays,
         mesh: Any = None,
-        gradients: Callable[[TrainState, Tree, Tree], Gradients] | None = None,
     ) -> None:
         self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
@@ -173,16 +171,10 @@ class WholeStep(TrainingStep):
         self._weight = scalar_weight(weight or (lambda batch: 1))
         self._precision = _Precision(compute_dtype, self.source, mutable)
         self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
-        self._gradients = gradients or self._compute_gradients
         self._is_guarded = False
 
     def guard(self, is_guarded: bool) -> None:
         self._is_guarded = is_guarded
-
-    def with_gradients(self, gradients: Callable[[TrainState, Tree, Tree], Gradients]) -> WholeStep:
-        step = copy.copy(self)
-        step._gradients = gradients
-        return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         trainable, mutable, frozen = self.split(model)
@@ -212,7 +204,7 @@ class WholeStep(TrainingStep):
         check_differentiable(trainable)
         return trainable, mutable, frozen
 
-    def _compute_gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
+    def _gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
 
         def loss_fn(trainable: Tree, batch: Tree, carry: tuple[Tree, Any]) -> tuple[Any, Any]:
@@ -232,7 +224,11 @@ class WholeStep(TrainingStep):
         return loss, means, mutable, grads
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        loss, metrics, mutable, grads = self._gradients(state, frozen, batch)
+        return self.apply_gradients(state, self._gradients(state, frozen, batch))
+
+    def apply_gradients(self, state: TrainState, gradients: Gradients) -> tuple[TrainState, dict[str, Any]]:
+        """Update the trainable leaves by the gradients of a batch: return the new state and the metrics."""
+        loss, metrics, mutable, grads = gradients
         # In half precision, the squares may overflow where the gradients do not.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(wide)}
@@ -320,7 +316,10 @@ def _update_if_finite(is_finite: Any, advance: Callable[..., Tree], state: Tree,
 
 
 class LayerStep(TrainingStep):
-    """A step that computes the gradients of one layer, and updates it before the next; `loss_fn` is for evaluations."""
+    """A step that computes the gradients of one layer, and updates it before the next; `loss_fn` is for evaluations.
+
+    Mutable: `guard` completes it before the first step.
+    """
 
     remedies = "fewer rows per batch, more num_microbatches of the layerwise step, or a larger budget"
 
@@ -388,7 +387,7 @@ def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
 
 
 class Pytree:
-    """A pytree with the interface of a `ModelObject`; only the leaves without numbers are kept."""
+    """A pytree with the methods of a `ModelObject` that steps use; only its leaves that are not arrays are kept."""
 
     wrt: Selector = "**"
     mutable: Selector | None = None
@@ -431,7 +430,7 @@ def with_outer_and_layers(model: Any, outer: Tree, layers: Tree) -> Any:
 
 
 def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """Return those of ``key`` and ``training`` that a function takes by name."""
+    """Return those values (``key``, ``training``) that a function takes by name."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # a builtin
@@ -443,7 +442,7 @@ def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
     """Return the three values of a loss function: a scalar, metrics, and the model's arrays after the call.
 
-    `result` is ``loss``, ``(loss, metrics)`` or ``(loss, metrics, model)``; `ModelObject.bind` returns `arrays`.
+    `result` is ``loss``, ``(loss, metrics)`` or ``(loss, metrics, model)``. Without a model, `arrays` are returned.
     """
     parts = result if isinstance(result, tuple) else (result, {})
     if len(parts) == 3 and not has_mutable:

@@ -38,11 +38,13 @@ def _writing(path: Path, kind: str) -> Generator[None]:
 class JsonlLogger(Callback):
     """Write every record as a line of JSON; numbers that are not finite become null, because JSON has none.
 
+    Mutable: it stores whether this process writes.
+
     Args:
         path: the file. The first process appends the lines to it.
 
     Raises:
-        OutputError: when it cannot be written.
+        OutputError: during a run, when the file cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -115,6 +117,8 @@ class Scalars(Callback):
 class TensorBoard(Callback):
     """Write every value of the records for TensorBoard, with tensorboardX.
 
+    Mutable: it holds the open file.
+
     A resumed run writes into the same folder, and TensorBoard then hides the old values of steps that are repeated.
     The last values before a process is killed may be missing; those of `JsonlLogger` are not. `Scalars` supports other
     writers.
@@ -124,6 +128,7 @@ class TensorBoard(Callback):
 
     Raises:
         ConfigError: when a run begins and tensorboardX is not installed.
+        OutputError: when a run begins and the folder cannot be written.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -163,7 +168,7 @@ class TensorBoard(Callback):
 
 
 class Tracker(Callback):
-    """Write every value of the records to an experiment tracker.
+    """Write every value of the records to an experiment tracker. Mutable: it holds the tracker's run.
 
     With several processes, only the first one writes. A resumed run continues the tracker's old run. If a tracker fails
     during training, there is one warning, and training continues without it. No account is needed for Weights & Biases
@@ -178,8 +183,8 @@ class Tracker(Callback):
         values: selects the values of a record to write; by default all.
 
     Raises:
-        ConfigError: for another `library`, or one that is not installed; when a new run begins and its tracker cannot.
-        OutputError: when `directory` cannot be written.
+        ConfigError: for another `library`, or one that is not installed; when the tracker of a new run cannot start.
+        OutputError: when a run begins and `directory` cannot be written.
 
     Examples:
         >>> tracker = Tracker("tensorboard", "runs/mine")

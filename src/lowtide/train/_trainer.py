@@ -82,7 +82,7 @@ def _add_hints(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Trainer:
-    """Train the selected leaves of any model with any Optax optimizer.
+    """Train the selected leaves of any model with any Optax optimizer. Mutable: `fit` changes its state.
 
     Args:
         model: a pytree, whose trainable arrays the trainer owns from then on; or a bridge to a mutable object.
@@ -90,27 +90,27 @@ class Trainer:
             For a pytree with `mutable` leaves it returns ``(loss, metrics, model)``. It may take two more arguments by
             name: ``key``, a new random key for every step and microbatch, and ``training``, False in evaluation.
         tx: the optimizer, with clipping and schedules chained as in Optax. Or a step of
-            `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``. Such a step sets trainable
-            leaves, microbatches and placement, and `loss_fn` is then used for evaluation only.
+            `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``. Such a step selects trainable
+            leaves, and sets microbatches and placement; `loss_fn` is then used for evaluation only.
         wrt: the trainable leaves: globs on tree paths, or a predicate ``(path, leaf) -> bool``; by default all leaves,
             or those that the bridge selects.
         mutable: the leaves that the model changes itself (batch statistics, caches), selected in the same way. They
             are saved with the trainable leaves and never trained. By default none, or those that the bridge selects.
         num_microbatches: number of parts into which a batch is split for gradient accumulation.
         weight: a function of a batch that returns its weight in means over microbatches and evaluations, such as the
-            number of target tokens. By default 1, and in evaluations the number of rows of the batch's first array. A
-            layerwise step uses its own.
+            number of target tokens. By default 1, and in evaluations the number of rows of the batch's first array.
+            A layerwise step or a pipeline may have its own instead.
         compute_dtype: ``"bfloat16"`` for mixed precision: `loss_fn` and functions of `predict` get float32 leaves of
-            the model and of the batch in this dtype, labels included. Trainable leaves, the optimizer and `mutable`
-            leaves keep their dtypes; gradients, the loss, metrics and predictions are float32. Integers and leaves of
-            16 bits or less are passed unchanged. A Keras model runs under its own policy ``mixed_bfloat16``. By
+            the model and of the batch in this dtype, labels included. Trainable leaves, their gradients, the optimizer
+            and `mutable` leaves keep their dtypes; the loss, metrics and predictions are float32. Integers and leaves
+            of 16 bits or less are passed unchanged. A Keras model runs under its own policy ``mixed_bfloat16``. By
             default nothing is cast.
-        seed: seed of the keys for `loss_fn`; a key depends only on the seed and on the number of the step.
+        seed: seed of the keys for `loss_fn`; a key depends only on the seed, the step and the microbatch.
         on_nan: what to do when loss or gradients are not finite. ``"abort"`` drops the update of the step and raises.
             ``"skip"`` drops the update and continues; the hundredth in a row raises. ``"roll_back"`` restores the last
-            copy and continues with the next batches. ``"ignore"`` does nothing. ``"abort"`` restores the last copy and
-            raises in three cases: optimizer state on the host, whose updates cannot be dropped; a layerwise step; an
-            update that made weights non-finite. A layerwise step skips as described in `layerwise_step`.
+            copy (each at most three times) and continues with the next batches. ``"ignore"`` does nothing. ``"abort"``
+            restores the last copy and raises in three cases: optimizer state on the host, whose updates cannot be
+            dropped; a layerwise step; an update that made weights non-finite. `layerwise_step` explains how it skips.
         rollback: whether to keep a copy on the host of the state at the start of `fit` and of each epoch. It replaces
             a state that a failed step has consumed. No copy is made of a state that a checkpoint holds.
         checkpoint_dir: folder for checkpoints of the trainable state; without it none are written.
@@ -123,7 +123,7 @@ class Trainer:
         sharding: how arrays and batches are sharded over devices, in one process or many. By default arrays stay where
             they are, and batches go to the default device; with a pipeline, rows are sharded along the other axes.
         pipeline: for a model of ``outer`` and ``layers``: a schedule that trains the layers in stages, along the mesh
-            axis ``stage``. For a model without a ``stack``, or with more options: the result of
+            axis ``stage``. For a model without a ``stack``, or for other options: the result of
             `lowtide.pipeline.value_and_grad`. The stack defines the loss, so `loss_fn` has to be None; the schedule
             sets the number of microbatches. Without `sharding`, the remaining devices are used for FSDP. An ``"auto"``
             schedule without given costs and limits adapts to the memory left on the device: it keeps less between
@@ -132,8 +132,9 @@ class Trainer:
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array is at two trainable paths.
         StructureError: for a layerwise step or a pipeline, and a model that is not made of ``outer`` and ``layers``.
-        ConfigError: for an unknown or impossible `on_nan`, `best_mode`, `compute_dtype` or `budget`, for `best` without
-            `checkpoint_dir`, or for arguments that a layerwise step or a pipeline sets itself.
+        ConfigError: for an invalid argument, for `best` without `checkpoint_dir`, or for arguments that a layerwise
+            step or a pipeline sets itself.
+        OutputError: for a `checkpoint_dir` that `Checkpoints` refuses.
         StateError: for arrays that another trainer has consumed.
 
     Memory:
@@ -256,7 +257,7 @@ class Trainer:
 
     @budget_bytes.setter
     def budget_bytes(self, budget_bytes: int | None) -> None:
-        self._compiled.budget_bytes = budget_bytes
+        self._compiled.set_budget(budget_bytes)
 
     def update(self, model: Tree) -> None:
         """Replace the weights by those of another pytree or Equinox module with the structure of the model.
@@ -265,8 +266,9 @@ class Trainer:
             model: the new model; the trainer owns its trainable and mutable arrays from then on.
 
         Raises:
-            StructureError: when a leaf has another shape or dtype, or the leaves are others.
-            ConfigError: for a mutable object, which is to be changed itself.
+            StructureError: when a leaf has another shape or dtype, or paths or containers differ.
+            SelectionError: when a trainable or mutable array is also at another path.
+            ConfigError: for a layerwise step, and for a mutable object, which you change itself.
             StateError: inside of `averaged`, or for arrays that were consumed.
         """
         self._store.update(model)
@@ -277,7 +279,7 @@ class Trainer:
         For evaluation, prediction and export: the block cannot train, save or restore, and changes in it are lost.
 
         Raises:
-            ConfigError: when the optimizer keeps no average.
+            ConfigError: when the optimizer keeps no average of all trainable leaves.
             StateError: inside of another `averaged`.
         """
         return self._store.averaged()
@@ -288,7 +290,7 @@ class Trainer:
 
     @property
     def position(self) -> Mapping[str, Any] | None:
-        """Position of the run's data iterator, as its last checkpoint or `fit` left it."""
+        """Position in the run's data, as the last restored checkpoint or ended `fit` stored it."""
         return self._snapshots.metadata.position
 
     @property
@@ -303,14 +305,14 @@ class Trainer:
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
-        """The jitted step: a function of `STEP_ARGUMENTS` that donates the first four, and returns them and metrics.
+        """The jitted step ``(trainable, optimizer, mutable, step, frozen, batch)``, which donates the first four.
 
-        For a pipeline with a chosen schedule, this is the step compiled last.
+        It returns their new values and the metrics. For a pipeline with a chosen schedule, it is the newest one.
         """
         return self._compiled.step_fn
 
     def memory(self, batch: Tree, *, target: Target | str | None = None) -> MemoryReport:
-        """Return the compiled bytes of the training step, per role (`STEP_ARGUMENTS`), before anything runs.
+        """Return the compiled bytes of the training step, per argument of `step_fn`, before anything runs.
 
         Args:
             batch: a batch, or shapes of one.
@@ -334,7 +336,7 @@ class Trainer:
             OutOfMemoryError: for a step that needs more than `budget`, with the owners of its bytes and remedies.
 
         Memory:
-            Compiles. A step that is refused is compiled twice, and a pipeline with a chosen schedule up to four times.
+            None on the device. A pipeline with a chosen schedule compiles up to four times; a refusal compiles again.
         """
         return self._compiled.preflight(batch)
 
@@ -398,13 +400,13 @@ class Trainer:
             num_epochs: the epoch to stop after. Step k then trains on ``data[k % len(data)]``, or for a
                 `grain.MapDataset` on ``data[k]``, where the dataset continues with later epochs.
             eval_data: batches for held-out evaluation, at the first and last step and every `eval_every` steps.
-            eval_every: steps between evaluations; with `num_epochs` by default one evaluation after every epoch.
-            checkpoint_every: steps between checkpoints. With a `checkpoint_dir` the last step is saved however `fit`
-                ends.
+            eval_every: steps between evaluations; by default one evaluation after every epoch.
+            checkpoint_every: steps between checkpoints. With a `checkpoint_dir` the last step is saved, too; after an
+                exception only by a single process, and only if no earlier state was restored.
             callbacks: their hooks are called for every event.
             on_record: called with every record as soon as its values are known.
-            progress: print the step's bytes, evaluations and, on a terminal, a bar to the first process's standard
-                error.
+            progress: print the step's bytes, evaluations, and a bar (some losses where there is no terminal) to the
+                first process's standard error.
 
         Returns:
             The records. A training record has ``step``, ``loss``, ``grad_norm`` of the trainable leaves, the loss
@@ -413,14 +415,15 @@ class Trainer:
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
-            ConfigError: without an end; for `checkpoint_every` without a `checkpoint_dir`; for `best` without
-                `eval_data`, or with evaluations that lack its value.
+            ConfigError: without an end; for an invalid number or callback; for `checkpoint_every` without a
+                `checkpoint_dir`; for `eval_every` or `best` without `eval_data`; for evaluations that lack `best`.
             OutOfMemoryError: for a step that needs more than `budget`; JAX's own error gets the same explanation in a
                 note.
-            OutputError: when the `checkpoint_dir` holds a later step, so that nothing would be saved.
-            DataError: when `data` ends before the run.
-            NonFiniteError: for a loss that is not finite, depending on `on_nan`.
-            StateError: when a step failed after it had consumed its state, and no copy of the state exists.
+            OutputError: when the `checkpoint_dir` holds a later step, or a checkpoint cannot be written.
+            DataError: when `data` ends before the run, or `data` or `eval_data` cannot be used.
+            NonFiniteError: for a loss, gradients or weights that are not finite, depending on `on_nan`.
+            StateError: inside of `averaged` or of another `fit`; when a step failed after it had consumed its state,
+                and no copy of the state exists.
 
         Any other exception is raised unchanged, with a note about the step that the trainer holds. Ctrl-C takes effect
         between steps, SIGTERM after a step. Both save a checkpoint first, except Ctrl-C in one of several processes.
@@ -455,10 +458,11 @@ class Trainer:
             **options: keyword arguments of `fit`; but `progress` is off by default.
 
         Returns:
-            A context manager of the run. Its iterator yields an `Event` for everything that a `Callback` is notified
-            of, after the callbacks. Nothing is trained before the run is iterated.
+            A context manager of the run. Its iterator yields each `Event` after the callbacks have received it. Events
+            after the loop, such as an exception, go to callbacks only. Nothing is trained before the run is iterated.
 
         Raises:
+            TypeError: for an unknown option.
             Exception: as in `fit`.
 
         Examples:
@@ -530,6 +534,7 @@ class Trainer:
 
         Raises:
             ConfigError: without a `checkpoint_dir`.
+            OutputError: when a checkpoint cannot be written.
             StateError: inside of `averaged`.
         """
         if (session := self._active_session()) is not None:
@@ -554,7 +559,8 @@ class Trainer:
             StateError: when no checkpoint can be read; inside of `averaged`; in a callback while `fit` takes steps.
 
         Warns:
-            UserWarning: for each damaged checkpoint, after which the one before it is tried, and for renamed ones.
+            UserWarning: for each damaged checkpoint (the one before it is then tried), for renamed ones, and for other
+                random settings of JAX than in the run that wrote it.
 
         Memory:
             The state's arrays are deleted before those of the checkpoint are read, so there are never two copies on the
@@ -590,6 +596,7 @@ class Trainer:
 
         Raises:
             ConfigError: when there is no batch.
+            DataError: for data that is not a series of batches, or when the weights sum to 0.
         """
         listeners = Listeners(self, as_callbacks(callbacks))
         self._store.refresh()
@@ -611,6 +618,7 @@ class Trainer:
             An iterator of NumPy arrays in the structure that `fn` returns. It uses the weights at the time it is read.
 
         Raises:
+            DataError: for data that is not a series of batches.
             StateError: from the iterator, when it is read inside `averaged` but was made outside, or the reverse.
 
         Memory:

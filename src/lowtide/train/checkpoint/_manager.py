@@ -90,7 +90,7 @@ _EVALUATIONS = "evaluations.json"
 # so a kill never leaves half of it under the name of a complete one. Signals wait while a save is started, and
 # interrupt only the wait for the save before: an interrupt elsewhere would make Orbax lose track of its writes.
 class Checkpoints:
-    """Numbered checkpoints in one folder.
+    """Numbered checkpoints in one folder. Mutable: it stores whether it has saved.
 
     Args:
         directory: the folder; made when missing.
@@ -101,8 +101,8 @@ class Checkpoints:
             written at once. Otherwise Orbax decides.
 
     Raises:
-        ConfigError: for another `best_mode`, no checkpoint to keep, or the address of a bucket.
-        OutputError: for a folder that is not writable, or that holds foreign folders named like checkpoints.
+        ConfigError: for another `best_mode`, no checkpoint to keep, or a URL; when Orbax is not installed.
+        OutputError: for a folder that cannot be made, or that holds foreign folders named like checkpoints.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Checkpoints:
         return self.best is not None and self._retention.add_evaluation(step, record, self._manager.all_steps())
 
     def changed(self, step: int) -> None:
-        """Record that weights were changed at a step: its evaluation does not apply to checkpoints written from now."""
+        """Record that weights were changed at a step: its evaluation does not apply to checkpoints written later."""
         self._retention.mark_changed(step)
 
     def save(self, step: int, state: Tree, notes: Mapping[str, Any], *, replace: bool = False) -> bool:
@@ -203,13 +203,14 @@ class Checkpoints:
 
         Raises:
             ConfigError: when the notes are not JSON.
+            StructureError: when two leaves have the same name in a checkpoint.
             OutputError: when it or an earlier one cannot be written, or there is one of a later step.
 
         Memory:
-            None on the device. Host memory as in `checkpoint_bytes`. A small state is copied until the write ends; a
+            None on the device. Host memory as in `checkpoint_bytes`. A small state has a copy until the write ends; a
             checkpoint that replaces another waits for that. A large state is copied one leaf at a time, and training
-            waits. In both cases as many bytes are needed for the compressed form. On CPUs the state is in host memory
-            already and is not copied.
+            waits. The compressed form needs as many bytes again. On CPUs the state is in host memory already and is not
+            copied.
         """
         is_existing = step == self._manager.latest_step()
         if is_existing and not replace:
@@ -478,7 +479,10 @@ class Checkpoints:
 
 
 class _Retention:
-    """Orbax's policy for the checkpoints to keep: the `max_to_keep` newest, and the one with the best value `best`."""
+    """Orbax's policy for the checkpoints to keep: the `max_to_keep` newest, and the one with the best value `best`.
+
+    Mutable: every evaluation adds its values.
+    """
 
     def __init__(self, directory: Path, max_to_keep: int, best: str | None, best_mode: str) -> None:
         check_choice("best_mode", best_mode, ("min", "max"), hint='"min" is for losses')
@@ -560,7 +564,10 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 class _Deletion:
-    """Deletes what a folder holds at `begin`, and the folder once it is empty; in a thread, as it may take long."""
+    """Deletes what a folder holds at `begin`, and the folder once it is empty; in a thread, as it may take long.
+
+    Mutable: it holds the thread and its paths.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -36,9 +36,10 @@ class RunMetadata(NamedTuple):
 
 
 class Snapshots:
-    """The copies of a state, and the ways to restore them; with `rollback`, one is kept on the host.
+    """The copies of a state, and the ways to restore them. Mutable: every copy replaces the one before.
 
-    `arrangement` is the layer of every row of the state, or None for the order of the model.
+    With `rollback`, one copy is kept on the host. `arrangement` is the layer of every row of the state, or None
+    for the order of the model.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Snapshots:
         self._store, self._arrangement, self._processes, self._rollback = store, arrangement, processes, rollback
         self.checkpoints = checkpoints
         self.metadata = RunMetadata()
-        """Metadata of the state, as the last checkpoint or run left it."""
+        """Metadata of the state, as the last restored checkpoint or ended run stored it."""
         self._snapshot: tuple[HostSnapshot, RunMetadata, int] | None = None
         """A copy of the state, its metadata and its step."""
         self._saved_state: weakref.ref[TrainState] | None = None
@@ -65,7 +66,7 @@ class Snapshots:
         self.metadata = metadata
 
     def take(self, metadata: RunMetadata) -> None:
-        """Copy the state to the host, unless there is a checkpoint of this step."""
+        """With `rollback`, copy the state to the host, unless a checkpoint holds it."""
         self._snapshot = None
         self._store.borrow(lend=False)  # includes changes made in a mutable object
         step, is_saved = self._store.step, self._saved_state is not None and self._saved_state() is self._store.state
@@ -108,7 +109,7 @@ class Snapshots:
         return restored_step
 
     def recover(self) -> str:
-        """Restore a valid state after an exception, or raise `StateError`; return a message about what was done."""
+        """Restore a valid state after an exception, or raise `StateError`; several processes only return a message."""
         if self._processes.count > 1:  # one of several processes cannot restore alone
             latest = None if self.checkpoints is None else self.checkpoints.latest_step()
             newest = "there is no checkpoint" if latest is None else f"the newest checkpoint is of step {latest}"

@@ -45,7 +45,7 @@ the split. (glibc keeps freed blocks of less than 32 MiB, some for each thread.)
 _COPY_BYTES = 512 * 1024**2
 """Host memory that a copy of the state may use, so that training continues during a save."""
 _ROW_BYTES = 4 * 1024**2
-"""From this size on, each row of a leaf is one chunk: a contiguous chunk needs no copy for compression."""
+"""Rows of at least this size are one chunk each: a contiguous chunk needs no copy for compression."""
 _LEAST_BYTES = 4 * 1024
 """Smaller chunks are avoided, because TensorStore needs 0.2 ms for each."""
 _AHEAD_BYTES = 3 * CHUNK_BYTES // 2
@@ -224,8 +224,8 @@ class Rearrangement:
             raise StructureError(f"the checkpoint has {num_layers} layers, but the model has {len(layers)}")
         for path, leaf in leaves_with_paths(like):
             is_unstacked = leaf.size > 1 and not self._is_stacked(path, leaf)
-            # Weights outside `outer` and `layers`, and keys, are not known to have rows. Optimizer state that mirrors
-            # weights is on one of these sides.
+            # Optimizer state that mirrors weights has `outer` or `layers` in its path. Its other state may mix layers.
+            # Weights and keys outside of both have no rows.
             if is_unstacked and (
                 model_part(path) == "layers" or (model_part(path) is None and path.startswith("opt_state"))
             ):
