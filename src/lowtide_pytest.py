@@ -1,8 +1,8 @@
-"""The pytest plugin of Lowtide: marker, fixture and option; what they do is in `lowtide.testing`.
+"""The pytest plugin of Lowtide: marker, fixture and option, which `lowtide.testing` implements.
 
-It stands beside the package because pytest imports it in every run of its environment, and a module inside of `lowtide`
-would import JAX, before a conftest can set what JAX reads at its import. Here nothing is imported but pytest; the rest
-comes with the first test that uses the marker or the fixture.
+pytest imports this module in every run of its environment. A module inside `lowtide` would import JAX before a conftest
+can set the variables that JAX reads at its import. So this one is outside the package and imports only pytest. The
+first test that uses the marker or the fixture imports `lowtide.testing`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LIMIT = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the flag that writes snapshots."""
+    """Add the flag that updates snapshots."""
     group = parser.getgroup("lowtide", "memory of compiled programs")
     group.addoption(
         "--memory-snapshot-update",
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and the summary of written snapshots."""
+    """Register the marker, and the summary that lists written snapshots."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(size, *, target=None, optional=False): every program that the test compiles through the fixture "
@@ -43,10 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Read the marker, and refuse one that says nothing or nonsense.
+    """Read the marker; fail the test for invalid arguments, and skip it if an optional target has no compiler.
 
-    This comes after pytest's own skipping, so a test that is skipped needs no compiler, and before the fixtures, which
-    ask for the limit.
+    It runs after pytest's own skipping, so a skipped test needs no compiler, and before fixtures, which read the limit.
     """
     marker = _marker(item)
     if marker is None:
@@ -64,9 +63,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _marker(item: pytest.Item) -> Any:
-    """Return the limit that is nearest to a test: that of its parameters, else as pytest finds it.
+    """Return the marker of a test's parameters (``pytest.param(..., marks=...)``), else the closest one; None without.
 
-    To pytest a function's own marker is nearer than what ``pytest.param(..., marks=...)`` gives to one of its cases.
+    For pytest's `get_closest_marker`, the marker of the function is closer than that of one of its parameters.
     """
     marks: list[Any] = [mark for mark in getattr(getattr(item, "callspec", None), "marks", ()) if mark.name == MARKER]
     return marks[-1] if marks else item.get_closest_marker(MARKER)
@@ -74,7 +73,7 @@ def _marker(item: pytest.Item) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """After a marked test: fail when it measured nothing, for then its limit meant nothing."""
+    """Fail a marked test that measured nothing, because its limit had no effect; runs after the test itself."""
     if _LIMIT not in item.stash:
         return
     meter = item.stash.get(_METER, None)
@@ -89,7 +88,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.fixture
 def device_memory(request: pytest.FixtureRequest) -> DeviceMemory:
-    """Compiles functions, and holds their memory against limits and snapshots: ``device_memory(fn, *args)``."""
+    """Compile functions, and compare their memory with limits and snapshots: ``device_memory(fn, *args)``."""
     from lowtide.testing import DeviceMemory, Snapshots
 
     item: Any = request.node
@@ -105,7 +104,7 @@ def device_memory(request: pytest.FixtureRequest) -> DeviceMemory:
 
 
 class _Summary:
-    """Counts snapshots that tests wrote, in other processes, too: test reports carry them."""
+    """Summary of snapshots that tests wrote, also in worker processes. Mutable: reports add some."""
 
     def __init__(self) -> None:
         self.written = list[str]()

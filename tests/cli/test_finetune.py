@@ -22,6 +22,7 @@ from lowtide.cli._finetune import _choose_tiles, _shortages
 from lowtide.core import LOW_TILES
 from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_config
 from lowtide.finetune import _run as finetune_job
+from lowtide.finetune._job import JobPlan
 from lowtide.memory import MemoryReport, SpaceBytes
 from lowtide.train._data import DataCursor
 from lowtide.train._evaluation import Evaluation
@@ -61,7 +62,7 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
     status, printed, _ = finetune("--steps", "100", "--config", _config(tmp_path, learning_rate=2e-2, sample_tokens=8))
     assert status == 0
     out = tmp_path / "run"
-    for expected in ("predicted", "sample before", "sample after", "gradient tree", "→"):
+    for expected in ("predicted", "saved  ", "sample before", "sample after", "gradient tree", "; --compare", "→"):
         assert expected in printed
     assert "stop_gradient" not in printed
     losses = [r["eval_loss"] for r in _records(out) if "eval_loss" in r]
@@ -100,7 +101,12 @@ def test_the_step_is_compiled_once_and_the_naive_one_after_the_run(finetune, tmp
     assert status == 0
     assert compiled[:2] == ["ours", "naive"]
     assert {key for key in memory if "naive" in key} == {"naive_device_bytes", "naive_by_role", "naive_gradient_bytes"}
-    assert "AdamW + stop_gradient" in printed
+    assert "AdamW + stop_gradient" in printed and "saved  " not in printed and "Training all weights" not in printed
+    # A run without --compare counts the difference of the compiled steps.
+    difference = memory["naive_by_role"]["optimizer"] - memory["by_role"]["optimizer"]
+    difference += memory["naive_gradient_bytes"] - memory["gradient_bytes"]
+    config = config_from_dict(read_config(out / "config.toml"), "config.toml")
+    assert JobPlan.from_shapes(config).saved_bytes() == pytest.approx(difference, abs=16)
 
 
 @pytest.mark.slow  # those of a job are in the tests of offloading
@@ -151,6 +157,7 @@ def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir
     before = _records(out), (out / "model" / "model.safetensors").read_bytes()
     status, printed, _ = finetune("--resume", "--compare", model=tmp_path / "base")
     assert status == 0 and "AdamW + remat" in printed
+    assert "saved  " not in printed
     assert (_records(out), (out / "model" / "model.safetensors").read_bytes()) == before
 
 
@@ -382,7 +389,6 @@ def test_an_unwritable_folder_is_named(finetune, data):
     _error(finetune(out="data.txt/run"), "data.txt/run: cannot be written")
 
 
-@pytest.mark.sentinel
 @pytest.mark.slow
 def test_a_finished_run_is_left_alone_and_only_more_steps_go_on_with_it(finetune, tmp_path):
     assert finetune()[0] == 0

@@ -290,3 +290,4 @@ def test_damaged_files_of_a_run_are_named(tmp_path):
 def test_attention_has_the_names_of_its_implementations():
     names = [FinetuneConfig(attention=name).attention for name in ("auto", *typing.get_args(lt.ops.Implementation))]
     assert len(set(names)) == 5
+    assert set(lt.ops.IMPLEMENTATIONS) == set(typing.get_args(lt.ops.Implementation)), "each one has a description"

@@ -7,6 +7,28 @@ import pytest
 from lowtide import models
 from lowtide.core import OutputError
 from lowtide.finetune import Finetune, FinetuneConfig, _run
+from lowtide.finetune._job import JobPlan
+
+
+def test_the_bytes_that_frozen_weights_save_are_exact():
+    embedding, norms = 2048 * 192, (2 * 4 + 1) * 192
+    projections = 4 * (2 * 192 * 192 + 2 * 64 * 192 + 3 * 512 * 192)
+    num_weights = embedding + norms + projections
+    in_float32 = 4 * num_weights + 2 * 4 * num_weights  # gradients, then two moments
+    cases = (
+        ({}, in_float32),
+        ({"offload": ("optimizer",), "loraplus_ratio": 16.0}, in_float32),
+        ({"method": "vera"}, in_float32),  # without its random projections
+        ({"quantize": "nf4", "quantize_embeddings": "int8"}, in_float32),
+        ({"param_dtype": "bfloat16"}, in_float32 // 2),
+        ({"modules_to_save": "outer/embed"}, in_float32 - 3 * 4 * embedding),
+        # Arrays with fewer than 4,096 numbers, here the norms, keep float32 moments.
+        ({"state_dtype": "bfloat16"}, 4 * num_weights + 2 * 2 * (num_weights - norms) + 2 * 4 * norms),
+        ({"full": True}, None),
+    )
+    for settings, num_bytes in cases:
+        assert JobPlan.from_shapes(FinetuneConfig(**settings), "cpu").saved_bytes() == num_bytes, settings
+    assert in_float32 == 23_613_696
 
 
 def test_a_sample_begins_with_one_document_or_a_question_and_no_padding(tiny_model_dir, monkeypatch):

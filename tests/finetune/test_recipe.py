@@ -124,6 +124,7 @@ def test_hints_name_settings_that_there_are():
     names = [name for names in _SYNONYMS.values() for name in names.split()]
     assert len({*names}) == len(names) and not fields & {*names}
     assert setting_of("--max-seq-length=512") == "seq_len" and setting_of("--rank") is None
+    assert setting_of("sample_packing") == "packing" and setting_of("peft_use_dora") == "--method dora"
 
 
 def test_a_run_of_epochs_is_resumed_and_given_more_steps(tmp_path):

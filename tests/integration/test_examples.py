@@ -1,6 +1,7 @@
 """The scripts and notebooks in `examples/` run unchanged; each asserts what it shows.
 
-A page of the documentation that includes and runs an example proves it, so only the others run here.
+A page of the documentation that includes and runs an example proves it, and `scripts/docs_outputs.py` runs notebooks
+like pages. So only the other scripts run here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ NOTEBOOKS = [path for path in EXAMPLES if path.suffix == ".ipynb"]
 
 
 def runs_on_a_page(example: Path) -> bool:
-    """Whether a page runs it in its session, or as a file that one of its commands names."""
+    """Whether a page runs it in its session, or as a file that one of its commands names; a notebook is a page."""
+    if example.suffix == ".ipynb":
+        return f"../examples/{example.name}" in PAGES
     for text in PAGES.values():
         blocks = list(tool.blocks_of(text))
         words = {word for block in blocks for command in block.commands for word in command.split()}
@@ -49,15 +52,6 @@ def code_of(example: Path) -> str:
     if example.suffix == ".py":
         return example.read_text(encoding="utf-8")
     return "\n".join("".join(cell["source"]) for cell in cells_of(example) if cell["cell_type"] == "code")
-
-
-def script_of(example: Path, folder: Path) -> Path:
-    """Return the script itself, or a script with the code of a notebook."""
-    if example.suffix == ".py":
-        return example
-    script = folder / f"{example.stem}.py"
-    script.write_text(code_of(example), encoding="utf-8")
-    return script
 
 
 def lowtide_names(code: str) -> set[str]:
@@ -98,7 +92,7 @@ def exists(name: str) -> bool:
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, script_of(example, tmp_path)],
+        [sys.executable, example],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -112,7 +106,44 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
 def test_pages_run_the_examples_that_they_include():
     pages = "".join(PAGES.values())
     included = [path for path in EXAMPLES if f'include="examples/{path.name}"' in pages]
-    assert included and included == ON_PAGES
+    assert included and sorted([*included, *NOTEBOOKS]) == ON_PAGES
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_code_cells_of_a_notebook_are_the_blocks_of_its_page(notebook: Path) -> None:
+    blocks = list(tool.blocks_of(PAGES[f"../examples/{notebook.name}"]))
+    cells = [cell for cell in cells_of(notebook) if cell["cell_type"] == "code"]
+    assert [block.code for block in blocks] == ["".join(cell["source"]) + "\n" for cell in cells]
+    assert [bool(block.output) for block in blocks] == [bool(cell["outputs"]) for cell in cells]
+    assert all("run" in block.words for block in blocks)
+
+
+@pytest.mark.processes
+def test_a_notebook_runs_like_a_page_and_is_not_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs, notebook = tool.Docs(folder=tmp_path / "docs", root=tmp_path), tmp_path / "examples/small.ipynb"
+    docs.folder.mkdir()
+    notebook.parent.mkdir()
+
+    def write(code: str, output: str) -> str:
+        stream = {"output_type": "stream", "name": "stdout", "text": [output]}
+        text = json.dumps({"cells": [{"cell_type": "code", "source": [code], "outputs": [stream]}]})
+        notebook.write_text(text, encoding="utf-8")
+        return text
+
+    text = write("print(1 + 1)", "2\n")
+    assert tool.main(["--check"], docs) == 1
+    assert tool.main(["examples/small.ipynb", "--jobs", "1"], docs) == 0
+    assert tool.main(["--check", "--strict"], docs) == 0
+    assert notebook.read_text(encoding="utf-8") == text
+
+    write("print(1 + 2)", "2\n")
+    assert tool.main(["--jobs", "1"], docs) == 1
+    assert "the code changed, but not the outputs: execute it with Jupyter" in capsys.readouterr().out
+    write("print(1 + 2)", "3\n")
+    assert tool.main(["--jobs", "1"], docs) == 0
+    write("assert 1 > 2", "")
+    assert tool.main(["--jobs", "1"], docs) == 1
+    assert "AssertionError" in capsys.readouterr().out
 
 
 def test_the_page_of_the_folder_names_every_example() -> None:

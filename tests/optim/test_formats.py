@@ -10,7 +10,7 @@ import pytest
 from lowtide.core import ConfigError, leaf_bytes
 from lowtide.memory import compile
 from lowtide.optim import PackedArray
-from lowtide.optim._packed import FORMATS
+from lowtide.optim._formats import FORMATS
 from tests.peers import Peer
 
 

@@ -491,7 +491,7 @@ def test_one_array_may_be_all_parameters(weights: str) -> None:
     tx = low_precision(optax.adam(1e-2), "8bit", weights=weights, match=".*")
     state = tx.init(params)
     updates, state = jax.jit(tx.update)(params, state, params)
-    assert converted(state, tx, params).has_rests
+    assert converted(state, tx, params).has_residuals
     assert float(jnp.abs(updates.astype(jnp.float32)).max()) > 0
 
 

@@ -42,15 +42,15 @@ def applied(tx: Any, steps: int, params: Any, grads: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_what_is_kept_of_a_weight_is_near_what_it_stands_for(kind: str) -> None:
     params = spread(0, 64, 128).astype(jnp.bfloat16)
-    rests = init_residuals(kind, params, 1)
-    wide = widen(params, rests)
+    residuals = init_residuals(kind, params, 1)
+    wide = widen(params, residuals)
     moved = wide * spread(1, 64, 128) / 10
-    updates, rests = narrow_updates(params, wide, rests, moved - wide, [KEY])
+    updates, residuals = narrow_updates(params, wide, residuals, moved - wide, [KEY])
     new = optax.apply_updates(params, updates)
     assert updates.dtype == new.dtype == jnp.bfloat16
     change = np.asarray(moved - wide, np.float64)
     goal = np.asarray(wide, np.float64) + change
-    error = np.abs(np.asarray(widen(new, rests), np.float64) - goal)
+    error = np.abs(np.asarray(widen(new, residuals), np.float64) - goal)
     # An update by more than the half of a weight is itself rounded.
     large = np.abs(change) > np.abs(np.asarray(wide)) / 2
     bound = MOST_ERROR[kind] * np.abs(goal) + large * np.abs(change) * 2.0**-7 + np.abs(goal) * 2.0**-24
@@ -69,7 +69,7 @@ def test_many_small_updates_arrive(kind: str) -> None:
     alone, _ = applied(optax.sgd(1.0), 64, params, grads)
     assert np.array_equal(alone["w"], params["w"])
     new, state = applied(low_precision(optax.sgd(1.0), None, weights=kind), 64, params, grads)
-    got = widen(new, state.rests)
+    got = widen(new, state.residuals)
     moved = np.asarray(got["w"], np.float64) - np.asarray(params["w"], np.float64)
     assert moved.mean() == pytest.approx(-(2.0**-6), abs=1e-3 if kind == "stochastic" else 2e-5)
     assert kind == "stochastic" or np.array_equal(got["small"], jnp.full(3, 1 - 2.0**-6))
@@ -80,8 +80,8 @@ def test_small_leaves_are_those_of_float32_bit_for_bit() -> None:
     grads = {"w": spread(4, 30, 40).astype(jnp.bfloat16)}
     new, state = applied(low_precision(optax.sgd(1e-3), None, weights="split"), 20, params, grads)
     wide, _ = applied(optax.sgd(1e-3), 20, *jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, grads)))
-    assert state.rests["w"].dtype == jnp.float32
-    assert np.array_equal(widen(new, state.rests)["w"], wide["w"])
+    assert state.residuals["w"].dtype == jnp.float32
+    assert np.array_equal(widen(new, state.residuals)["w"], wide["w"])
 
 
 @pytest.mark.slow_after(1)
@@ -119,7 +119,7 @@ def test_a_training_in_five_bytes_is_that_of_float32(form: str) -> None:
         whole = np.asarray(w, np.float64) - np.asarray(wide["w"], np.float64)
         return float(cosine), float((whole**2).sum() / (np.asarray(wide["w"], np.float64) ** 2).sum())
 
-    cosine, squared = error(widen(new, state.rests)["w"])
+    cosine, squared = error(widen(new, state.residuals)["w"])
     assert cosine > 0.9995 and squared < 1e-4, (cosine, squared)
     assert error(plain["w"])[0] < cosine
 
@@ -129,22 +129,22 @@ def test_zeros_leave_zero_and_what_is_not_finite_comes_through() -> None:
     params = jnp.array([0.0, 0.0, 1.0, 1.0, 1.0, -2.0], jnp.bfloat16)
     updates = jnp.array([1e-30, 0.0, np.nan, np.inf, -1.0, 2.0**-130], jnp.float32)
     for kind in WEIGHTS:
-        rests = init_residuals(kind, params, 1)
-        step, rests = narrow_updates(params, widen(params, rests), rests, updates, [KEY])
+        residuals = init_residuals(kind, params, 1)
+        step, residuals = narrow_updates(params, widen(params, residuals), residuals, updates, [KEY])
         new = np.asarray(optax.apply_updates(params, step), np.float32)
-        got = np.asarray(widen(jnp.asarray(new, jnp.bfloat16), rests))
+        got = np.asarray(widen(jnp.asarray(new, jnp.bfloat16), residuals))
         np.testing.assert_allclose(got, [1e-30, 0, np.nan, np.inf, 0, -2], rtol=2.0**-7)
 
 
 @pytest.mark.slow
 def test_rests_are_rounded_without_bias() -> None:
     params = jnp.full((1024,), 1.5, jnp.bfloat16)
-    rests = init_residuals("split", params, 1)
-    wide, update = widen(params, rests), jnp.linspace(1e-6, 3e-3, 1024, dtype=jnp.float32)
+    residuals = init_residuals("split", params, 1)
+    wide, update = widen(params, residuals), jnp.linspace(1e-6, 3e-3, 1024, dtype=jnp.float32)
     keys = jax.random.bits(jax.random.key(0), (1000,), jnp.uint32)
 
     def draw(key: Any) -> Any:
-        updates, after = narrow_updates(params, wide, rests, update, [key])
+        updates, after = narrow_updates(params, wide, residuals, update, [key])
         return widen(optax.apply_updates(params, updates), after)
 
     drawn = np.asarray(jax.jit(jax.vmap(draw))(keys), np.float64).mean(0)
@@ -159,7 +159,7 @@ def test_leaves_of_other_dtypes_are_left_alone() -> None:
     tx = low_precision(optax.adamw(1e-2), weights="split")
     new, state = applied(tx, 3, params, grads)
     alone, _ = applied(low_precision(optax.adamw(1e-2)), 3, params, grads)
-    assert state.rests["single"] is None and state.rests["half"].dtype == jnp.int8
+    assert state.residuals["single"] is None and state.residuals["half"].dtype == jnp.int8
     assert np.array_equal(new["single"], alone["single"])
     assert new["half"].dtype == jnp.bfloat16 and state.inner[0].mu["half"].dtype == "float32"
 
@@ -175,7 +175,7 @@ def test_in_blocks_weights_are_those_of_the_whole(kind: str, monkeypatch: pytest
     blocks = applied(low_precision(optax.adamw(1e-2), weights=kind), 4, params, grads)
     again = applied(low_precision(optax.adamw(1e-2), weights=kind, seed=1), 4, params, grads)
     # What a compiler rounds otherwise in a loop is rounded at random otherwise, too.
-    near, far = (np.asarray(widen(new, state.rests)["w"]) for new, state in (whole, blocks))
+    near, far = (np.asarray(widen(new, state.residuals)["w"]) for new, state in (whole, blocks))
     assert np.isclose(near, far, rtol=2.1 * MOST_ERROR[kind], atol=1e-6).mean() > 0.99
     assert (near == far).mean() > 0.9
     assert any(not np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (whole, again)), strict=True))
@@ -233,8 +233,8 @@ def test_a_state_goes_on_in_another_format() -> None:
     other = optax.chain(optax.clip_by_global_norm(1.0), low_precision(optax.adamw(1e-3), "companded", weights="kahan"))
     moved = converted(state, other, new)
     assert isinstance(moved[1], LowPrecisionState) and moved[1].step == 5
-    assert moved[1].inner[0].mu["w"].format == "companded" and moved[1].rests["w"].dtype == jnp.bfloat16
-    for ours, theirs in zip(*(jax.tree.leaves(widen(new, s[1].rests)) for s in (state, moved)), strict=True):
+    assert moved[1].inner[0].mu["w"].format == "companded" and moved[1].residuals["w"].dtype == jnp.bfloat16
+    for ours, theirs in zip(*(jax.tree.leaves(widen(new, s[1].residuals)) for s in (state, moved)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2.0**-16)
     assert tree_bytes(
         converted(state, optax.chain(optax.identity(), low_precision(optax.adamw(1e-3), "4bit")), new)

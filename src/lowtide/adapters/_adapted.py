@@ -51,7 +51,8 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
         in ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``. Python numbers are not traced.
 
     Raises:
-        StructureError: when called, for any other operation on such a weight, with its path and the source line.
+        StructureError: when called, for any other operation on such a weight, with its path and the source line. Also
+            for a node that lacks its factors, as in one half of a partition.
 
     Memory:
         That of `fn`. The factors of an adapter are applied one after the other and never multiplied together.
@@ -464,7 +465,7 @@ def _identity(eqn: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 def _move_rule(move: Callable[..., Any]) -> Callable[[Any, list[Any]], Sequence[Any] | None]:
-    """Make a rule of a function of the operation, the weight and the others, which returns the moved weight or None."""
+    """Make a rule from ``move(eqn, weight, *other_operands)``, which returns the moved weight, or None to refuse."""
 
     def rule(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
         weight, *others = operands
@@ -498,7 +499,7 @@ def _cast(eqn: Any, weight: _Weight) -> _Weight | None:
 
 
 def _is_rounded(node: Any, dtype: Any) -> bool:
-    """Return whether the program has rounded a weight: `dtype`, its dtype now, cannot hold all values of the node's."""
+    """Return whether the program has rounded a weight: its `dtype` there cannot hold all values of the node's dtype."""
     return jnp.promote_types(node.dtype, dtype) != dtype
 
 
@@ -734,12 +735,12 @@ def _is_table(weight: _Weight) -> bool:
 
 
 def _is_row_slice(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a `dynamic_slice` takes one whole row along the first axis; other starts are clamped to 0."""
+    """Return whether a `dynamic_slice` takes one whole row on the first axis; starts on others are clamped to 0."""
     return tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
 
 
 def _is_row_gather(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a `gather` takes whole rows along the first axis, with zeros or NaN for rows out of range."""
+    """Return whether a `gather` takes whole rows along the first axis, and fills none except with zeros or NaN."""
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     # A `fill_value` of None means NaN. Another value would fill rows of a factor, and the other factor would scale it.
     mode, fill = eqn.params["mode"], eqn.params["fill_value"]

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,17 @@ from typing import Any
 from rich.console import Console
 
 from ..core import ConfigError, ModelFileError
+from ..finetune import FinetuneConfig
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-FORMATS = ("nf4", "int4", "mxfp4", "int8", "fp8")
+
+def _words_of(setting: str) -> tuple[str, ...]:
+    """Return the words that a setting of `lowtide finetune` accepts."""
+    hint = typing.get_type_hints(FinetuneConfig)[setting]
+    (literal,) = (kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is typing.Literal)
+    return typing.get_args(literal)
+
+
+DTYPES, FORMATS = _words_of("param_dtype"), _words_of("quantize")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 

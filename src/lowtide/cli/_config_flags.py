@@ -78,7 +78,7 @@ def flag_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _words(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not words:  # an empty value comes from an unset shell variable, and would turn the default of --full off
+    if not words:  # an empty value comes from an unset shell variable, and would replace a default by nothing
         raise argparse.ArgumentTypeError("the value is empty; write `none` to select none")
     return () if words == ("none",) else words
 

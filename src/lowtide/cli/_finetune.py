@@ -1,6 +1,7 @@
-"""``lowtide finetune``: tune a language model, with adapters or in full, and account for every byte.
+"""``lowtide finetune``: tune a language model, with adapters or in full, and report the bytes of the step.
 
-The settings are fields of `FinetuneConfig`, and `_config_flags` derives their flags. This module adds the other flags.
+The settings are fields of `FinetuneConfig` in `finetune/_config.py`, and `_config_flags` derives their flags. To add a
+setting, add a field there. This module adds flags that are no settings, such as ``--resume``.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def _finetune(
         progress.update(task, description="compiling the step", total=None)
         table = job.memory()
         progress.remove_task(task)
-    _print_plan(console, job, table)
+    saved_bytes = None if compare else job.saved_bytes
+    _print_plan(console, job, table, saved_bytes)
     # Full tuning updates the model in place, so the untuned model exists only now.
     before = job.sample_before() if config.full else None
     early_samples = {"before": before} if before is not None else {}
@@ -179,7 +181,7 @@ def _finetune(
             progress.add_task("compiling the naive step for comparison", total=None)
             table = job.compare(table)
         job.write_memory(table)
-    _print_bytes(console, config, table)
+    _print_bytes(console, config, table, saved_bytes)
     if losses := job.eval_losses():
         (_, first), (_, last) = losses[0], losses[-1]
         last = last if best is None else dict(losses).get(best, last)
@@ -267,7 +269,7 @@ def _train(console: Console, job: Any, table: Any, interrupted: threading.Event)
         task = progress.add_task("training", total=job.config.num_steps, completed=job.resumed_at or 0)
 
         def show(record: dict[str, Any]) -> None:
-            # Otherwise the interrupt was not dropped, and the run is already ending.
+            # Raise an interrupt that Python dropped. During an exception it was not dropped: the run is already ending.
             if interrupted.is_set() and sys.exception() is None:
                 raise KeyboardInterrupt
             if "eval_loss" in record:
@@ -282,9 +284,10 @@ def _train(console: Console, job: Any, table: Any, interrupted: threading.Event)
         job.run(show)
 
 
-def _print_plan(console: Console, job: Any, table: Any) -> None:
+def _print_plan(console: Console, job: Any, table: Any, saved_bytes: int | None) -> None:
     config, base, data = job.config, job.base, job.data
     target = table.ours.target
+    saved = f"{format_bytes(saved_bytes or 0)} of gradients and optimizer state for the frozen weights (counted)"
     grid = Table.grid(padding=(0, 2))
     rows = {
         "model": f"{config.model or 'embedded base'}: {base.config.num_layers} layers of {base.config.hidden_size}, "
@@ -305,6 +308,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
         + ")"
         + _host_text(table.ours),
+        **({} if saved_bytes is None else {"saved": saved}),
         "host memory": _host_memory(base, job.trainer.state),
         "out": str(job.out),
     }
@@ -325,18 +329,10 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         console.print(f"[bold yellow]warning[/] {problem}")
 
 
-_ATTENTION = {
-    "cudnn": "cuDNN's kernel",
-    "splash": "JAX's splash attention kernel",
-    "blocks": "blocks of queries and keys",
-    "xla": "all scores at once",
-}
-
-
 def _attention(base: Any, config: Any) -> str:
     import jax.numpy as jnp
 
-    from ..ops import AttentionMask, attention_implementation
+    from ..ops import IMPLEMENTATIONS, AttentionMask, attention_implementation
 
     model_config, ids = base.config, jnp.zeros((1, 1), jnp.int32)
     # Traced if the layers differ.
@@ -346,7 +342,7 @@ def _attention(base: Any, config: Any) -> str:
     implementation = attention_implementation(
         base.compute_dtype, model_config.head_dim, num_tokens=config.seq_len, **options
     )
-    return _ATTENTION[base.attention or implementation]
+    return IMPLEMENTATIONS[base.attention or implementation]
 
 
 def _pipeline_lines(stages: Any) -> dict[str, str]:
@@ -430,7 +426,7 @@ def _host_memory(base: Any, state: Any) -> str:
     )
 
 
-def _print_bytes(console: Console, config: Any, table: Any) -> None:
+def _print_bytes(console: Console, config: Any, table: Any, saved_bytes: int | None) -> None:
     """Print the bytes of the step by role; with --compare, next to those of the naive step."""
     ours, naive = table.ours, table.naive
     naive_roles = {} if naive is None else naive.by_role
@@ -472,6 +468,9 @@ def _print_bytes(console: Console, config: Any, table: Any) -> None:
     gradient_label = "gradients held at once (counted)" if config.full else "gradient tree (counted)"
     add(gradient_label, table.naive_gradient_bytes, table.gradient_bytes, 0)
     console.print(view)
+    if saved_bytes is not None:
+        text = f"Training all weights would need {format_bytes(saved_bytes)} more for gradients and optimizer state"
+        console.print(f"{text} (counted; --compare compiles that step).", soft_wrap=True)
 
 
 def _ratio(num_bytes: int, reference: int) -> str:

@@ -102,7 +102,7 @@ def _near_misses(name: str, candidates: Sequence[str]) -> str | None:
 
 @contextlib.contextmanager
 def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Generator[Callable[..., Any]]:
-    """Load a function from a file. The file's folder and the current directory are importable within the block."""
+    """Load a function from a file, with its folder and the current directory importable; a model gives `step_job`."""
     if path.is_dir() or gguf_file(path) is not None:
         from ..finetune import step_job  # a model's folder gives the step that tunes the model with these settings
 

@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; by default those of the process.
 
     Returns:
-        The exit status: 0; 1 when a step does not fit or the user's own code fails; 2 for a user's mistake; 130 when
-        interrupted.
+        The exit status: 0; 1 when a step does not fit, `inspect` finds a problem, the user's own code fails, or the
+        reader of the output has gone; 2 for a user's mistake (argparse raises SystemExit); 130 when interrupted.
     """
     parser = argparse.ArgumentParser(prog="lowtide", description="Memory-efficient training for JAX.")
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")

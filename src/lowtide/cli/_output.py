@@ -60,7 +60,7 @@ def wide_console(width: int) -> Console:
 
 @dataclasses.dataclass
 class Clock:
-    """The seconds that a block took, and a function that updates the displayed text."""
+    """The seconds that a block took, and a function that updates the displayed text. This object is mutated."""
 
     set_text: Callable[[str], None]
     seconds: float = 0.0

@@ -25,10 +25,10 @@ _NON_NUMERIC_KINDS = "OSUMm"
 
 
 def as_arguments(batch: Tree) -> Tree:
-    """Convert a batch to arguments of the compiled step.
+    """Convert the leaves of a batch to JAX arrays, or on a CPU copy NumPy arrays that need no conversion.
 
-    On a CPU a call shares the buffers of NumPy arrays, and the user may refill them while the step runs. So they are
-    copied, which costs the host less than converting them to JAX arrays.
+    On a CPU a step shares the buffers of NumPy arrays, and the user may refill them while it runs. A copy costs the
+    host less than a conversion to a JAX array. Raises `DataError` as `as_numpy` and `refuse_objects` do.
     """
     is_cpu = jax.default_backend() == "cpu"
 
@@ -62,7 +62,7 @@ def check_range(leaf: Any) -> Any:
 
 
 def as_numpy(leaf: Any) -> Any:
-    """Convert a leaf of another library, such as a PyTorch tensor in host memory, to NumPy.
+    """Convert a leaf of another library, such as a PyTorch tensor in host memory, to NumPy; return others unchanged.
 
     Raises:
         DataError: for a leaf that cannot be converted: on another device, in an autograd graph, or of bfloat16.
@@ -79,14 +79,14 @@ def as_numpy(leaf: Any) -> Any:
 
 
 def numbers(batch: Tree) -> Tree:
-    """Convert arrays of other libraries in a batch to NumPy; raise for leaves that hold no numbers."""
+    """Convert arrays of other libraries in a batch to NumPy; raise as `as_numpy` and `refuse_objects` do."""
     batch = jax.tree.map(as_numpy, batch)
     refuse_objects(batch)
     return batch
 
 
 def argument_shapes(batch: Tree) -> Tree:
-    """Return the batch with shapes in place of the leaves that `as_arguments` would still convert."""
+    """Return the batch with a `jax.ShapeDtypeStruct` for each leaf that is no JAX array; raise as `numbers` does."""
     array_types = (jax.Array, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if isinstance(x, array_types) else jax.eval_shape(jnp.asarray, x), numbers(batch))
 
@@ -128,7 +128,7 @@ def accumulate(
         num_microbatches: into how many equal parts the leading axis of every batch leaf is split.
         weight: a function of a microbatch that returns its weight, for instance its number of target tokens. The
             result is then the weighted mean. A microbatch of weight 0 contributes nothing. By default all microbatches
-            have the same weight.
+            have the same weight. A single microbatch needs no weight, so the function is not called then.
         has_aux: whether `grad_fn` returns auxiliary values.
         has_carry: whether each microbatch changes state that the next one reads, such as batch statistics. Then
             ``grad_fn(model, batch, carry, *args) -> ((loss, (aux, carry)), grads)``, and `has_aux` has to be True.
@@ -138,8 +138,8 @@ def accumulate(
         a leading axis of length `num_microbatches`. The carry is the one that the last microbatch returned.
 
     Raises:
-        StructureError: when a batch leaf's leading axis is not a multiple of `num_microbatches`, or `weight` does
-            not return a number.
+        StructureError: when `num_microbatches` is not an integer of at least 1, or does not divide the leading axis of
+            a batch leaf; when `weight` does not return a number; or when `has_aux` contradicts `grad_fn`.
 
     Memory:
         One accumulator for the leaves that have gradients, at least float32. `lax.scan` carries it, so it is updated
@@ -212,7 +212,7 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
     """Split the leading axis of every leaf into microbatches: shape [num_microbatches, part, ...].
 
     Raises:
-        StructureError: with the path of a leaf whose leading axis is not a multiple of `num_microbatches`.
+        StructureError: with the path of a leaf whose leading axis is no positive multiple of `num_microbatches`.
     """
 
     def split(path: Any, leaf: Any) -> Any:

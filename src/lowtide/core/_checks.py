@@ -16,7 +16,7 @@ from ._errors import ConfigError, LowtideError
 from ._files import shown
 
 _LONGEST_WORD = 100
-"""Characters of a word for which near misses are searched; a file may hold megabytes."""
+"""Near misses are searched only for texts with fewer characters; a value from a file may have megabytes."""
 
 
 def is_count(value: Any, least: int) -> bool:

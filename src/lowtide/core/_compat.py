@@ -53,7 +53,7 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
     """
     from jax.experimental import topologies
 
-    # Without these libtpu queries the (absent) TPU metadata server, and refuses to load in two processes at once.
+    # Without these variables libtpu queries the (absent) TPU metadata server, and cannot load in two processes at once.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -65,9 +65,9 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
 def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, devices: int) -> list[Any]:
     """Return devices of NVIDIA GPUs for ahead-of-time compilation; they need not be present.
 
-    `target_config` is a `GpuTargetConfigProto` in text form. There are `partitions` groups of `hosts` with `devices`
-    GPUs each; NVLink does not leave a group. The devices have no memories (``addressable_memories() == []``). Raises
-    `NotImplementedError` when JAX has no usable CUDA plugin.
+    `target_config` is a `GpuTargetConfigProto` in text form. There are `partitions` groups of `hosts` machines with
+    `devices` GPUs each; NVLink connects the GPUs of a group. The devices have no memories
+    (``addressable_memories() == []``). Raises `NotImplementedError` when JAX has no usable CUDA plugin.
     """
     from jax._src import hardware_utils
     from jax.experimental import topologies
@@ -77,9 +77,9 @@ def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, dev
         return list(topologies.get_topology_desc(platform="cuda", topology_name="any", **options).devices)
 
     # JAX finds the plugin regardless of `JAX_PLATFORMS`. If that variable allows GPUs, the plugin first checks for
-    # cuDNN, cuBLAS and more. Programs that are only compiled need none of them, so the check is skipped. On machines
-    # without a GPU it is skipped at once, on machines with one only after JAX's own attempt failed, when JAX's backends
-    # are initialised.
+    # cuDNN, cuBLAS and more. Programs that are only compiled need none of them, so the check is skipped. Without
+    # a GPU it is skipped at once. With a GPU it is skipped only after JAX's own attempt failed and JAX's backends are
+    # initialised.
     if not hardware_utils.has_visible_nvidia_gpu():
         with _no_cuda_check():
             return _describe_or_register(describe)
@@ -130,7 +130,7 @@ def laid_out(x: Any, order: tuple[int, ...]) -> Any:
 
 
 def laid_out_on_tpus(x: Any, order: tuple[int, ...]) -> Any:
-    """Apply `laid_out` in programs for TPUs only: other compilers of XLA gather all shards of an array for it."""
+    """Apply `laid_out` in programs for TPUs only: elsewhere XLA would gather all shards of the array for it."""
     return _on_tpus().bind(x, order=order)
 
 
@@ -152,7 +152,7 @@ def _on_tpus() -> Any:
 
 
 def no_derivative(x: Any, description: str) -> Any:
-    """Return an array unchanged, but raise if a derivative goes through it, where the derivative would be lost.
+    """Return an array unchanged, but raise if a derivative goes through it, since the derivative would be lost.
 
     The `StructureError` says ``a derivative goes through {description}``.
     """
@@ -198,9 +198,9 @@ def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: A
     """Compute with `alone` in a program for one TPU, and with `among` in all other programs.
 
     `alone` is also used inside of a `jax.shard_map` over all axes. XLA does not partition Mosaic kernels, and a
-    program's number of devices is known only when it is lowered. So the lowering of this primitive selects one of both
-    jaxprs. Derivatives are those of `among`. `needed`, if not empty, is the message of a `ConfigError` in place of
-    `among`.
+    program's number of devices is known only when it is lowered. So the lowering of this primitive selects one of
+    the two jaxprs. Derivatives are those of `among`. If `needed` is not empty, a program that would compute with
+    `among` raises a `ConfigError` with this message.
     """
     leaves, tree = jax.tree.flatten(args)
     jaxprs = [jax.make_jaxpr(lambda *flat, fn=fn: fn(*tree.unflatten(flat)))(*leaves) for fn in (alone, among)]
@@ -270,9 +270,9 @@ def splash_forward(
 ) -> tuple[Any, Any]:
     """Compute attention with JAX's splash attention kernel.
 
-    Queries are already multiplied by their scale. `segments` are those of queries [T] and of keys [S]. A `window`
-    counts the query's own key. `block` divides T and S. With `interpret` XLA operations emulate the kernel. Returns the
-    output, and the logarithm of each row's sum of exponentials, [N, T].
+    Shapes: N query heads, K key/value heads, T queries, S keys, H head. Queries are already multiplied by their scale.
+    `segments` are those of queries [T] and of keys [S]. A `window` counts the query's own key. `block` divides T and S.
+    With `interpret` XLA operations emulate the kernel. Returns the output, and the log-sum-exp of each row [N, T].
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
@@ -379,7 +379,7 @@ def _splash_tables(
         return visible if window is None else visible & (queries - keys < window)
 
     class Band(masks.Mask):
-        """A band of keys. Visibility depends on the distance from key to query, so a block has one row of distances."""
+        """A mask that depends only on the distance from key to query, so one row of distances describes a block."""
 
         @property
         def shape(self) -> tuple[int, ...]:
@@ -412,7 +412,7 @@ def has_cudnn() -> bool:
 
 
 class _Patch:
-    """A replaced function of a JAX module, restored when the last user leaves, in whichever order threads leave."""
+    """A replaced function of a JAX module, restored when the last user exits, in whichever order threads exit."""
 
     def __init__(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._name, self._make = name, make
@@ -470,9 +470,9 @@ def has_pallas_triton() -> bool:
 def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: Any, interpret: bool) -> Any:
     """Build a function of the arguments that calls a Triton kernel on blocks of rows.
 
-    `kernel` gets references to blocks, first of the arguments, then of the results. `shapes` are those of both, each
-    [number of rows, numbers per row] or a scalar's. `rows` per block divides the number of rows; with blocks of 2,048
-    numbers each of the 128 threads gets 16. `aliases` maps an argument to the result that overwrites it.
+    `kernel` gets references to blocks, first of the arguments, then of the results. `shapes` is a list for each of the
+    two, of [number of rows, numbers per row] or scalars. `rows` per block divide the number of rows; with blocks of
+    2,048 numbers each of the 128 threads gets 16. `aliases` maps an argument to the result that overwrites it.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

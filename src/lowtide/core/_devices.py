@@ -23,7 +23,7 @@ from ._paths import item_bits
 _LANES, _SUBLANES, _WORD_BITS, _FLAT_TILE = 128, 8, 32, 1024
 _VARIABLE, _TALL_TILES = "LIBTPU_INIT_ARGS", "--xla_tpu_impure_enable_large_2nd_minor_entry_layout"
 LOW_TILES = f"{_VARIABLE}={_TALL_TILES}=false"
-"""Environment setting with which libtpu (0.0.51) gives every argument tiles of 8 rows; set it before JAX starts."""
+"""Environment setting with which libtpu (0.0.51) gives arguments tiles of at most 8 rows; set it before JAX starts."""
 _NUM_STEPS, _WIDTH = 5, 256
 
 
@@ -38,10 +38,10 @@ def traced_device() -> Any:
 
 # --- Tiles of TPUs ----------------------------------------------------------------------------------------------------
 #
-# Two axes of an array are stored in tiles of 8 x 128 words of 32 bits. XLA picks the two axes with the smallest
-# padding. These rules describe its layouts of arguments, on the device and on the host, in programs for a v5e:
+# Two axes of an array are stored in tiles of 8 x 128 elements. XLA picks the two axes with the smallest padding. These
+# rules describe its layouts of arguments, on the device and on the host, in programs for a v5e:
 #
-# - Narrow elements share a word along the rows of a tile: two bfloat16, four int8, eight int4. Tiles do not grow.
+# - Narrow elements of a column share a word of 32 bits: two bfloat16, four int8, eight int4. A tile still has 8 rows.
 # - Arrays of fewer than five rows have tiles of the next power of two, and at least of as many rows as share a word.
 # - int8 arrays whose rows are a multiple of 32 have tiles of 32 rows (int4: 64), which adds no padding.
 # - Arrays of one axis have tiles of 1024 elements.
@@ -63,7 +63,7 @@ def is_row_major(shape: Sequence[int], dtype: Any) -> bool:
 
 
 def most_tile_rows(dtype: Any) -> int:
-    """Return the most rows that a tile has."""
+    """Return an upper limit of the rows of a tile."""
     return _SUBLANES * _packing(dtype)
 
 
@@ -82,7 +82,7 @@ def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
 
 
 def choose_low_tiles() -> None:
-    """Make libtpu give every argument tiles of 8 rows, unless the environment already sets the flag.
+    """Make libtpu give arguments tiles of at most 8 rows, unless the environment already sets the flag.
 
     The call has an effect only before JAX starts a TPU. It does nothing if the installed libtpu lacks the flag, because
     an unknown flag ends the process (0.0.42 lacks it, 0.0.45 and later have it). 8-bit matrices on the device then
@@ -106,7 +106,7 @@ def _libtpu_has_flag(flag: str) -> bool:
 
 
 def slice_step(ndim: int, axis: int) -> int:
-    """Return the number of which slices of a row-major array along an axis must be multiples to be whole tiles.
+    """Return a step: slices of a row-major array along an axis are whole tiles if their bounds are its multiples.
 
     The axis must not be the last of several.
     """
@@ -144,7 +144,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def check_host_slices() -> None:
-    """Raise if the GPU that a program is traced for slices host memory in a loop at a wrong offset.
+    """Raise if a loop on the GPU that a program is traced for reads slices of host memory at a wrong offset.
 
     The first call of a process compiles and runs two programs of a few kilobytes. Later calls, other platforms and
     devices that are only compiled for cost nothing.

@@ -16,9 +16,9 @@ _MODULES = {
 
 @functools.cache
 def require_extra(extra: str) -> None:
-    """Raise ConfigError, with the command that installs it, if a module of an extra is missing.
+    """Raise `ConfigError`, with the command that installs the extra, if one of its modules is missing.
 
-    Packages call it before they import one of these modules. The check runs once in a process.
+    Packages call it before they import one of these modules. A check that passed is not repeated in a process.
     """
     missing = [module for module in _MODULES[extra] if not _is_installed(module)]
     if missing:

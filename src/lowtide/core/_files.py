@@ -5,8 +5,8 @@ allocate nothing before the last step:
 
 1. `input_file`: a regular file inside of its folder. A link may lead to a file of the same folder. In a snapshot of a
    Hugging Face cache (``<repository>/snapshots/<revision>``) it may also lead to the blobs of the same repository
-   (``<repository>/blobs``). Any other link is refused, so a folder that was unpacked from an archive only reads files
-   of the archive. The folder itself may be reached through links, since the user chose it.
+   (``<repository>/blobs``). Any other link is refused, so a model that was unpacked from an archive consists only
+   of files of the archive. The folder itself may be reached through links, since the user chose it.
 2. `read_input`: at most a given number of bytes.
 3. `parse_json`: standard JSON without duplicate names, without non-finite numbers, and with at most `MAX_DEPTH` levels;
    `parse_json_value` also accepts values other than objects.
@@ -54,11 +54,11 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
         hint: the remedy for a missing file.
 
     Returns:
-        The path without links resolved, since messages name what the user sees.
+        The path as the user named it: links are not resolved, since messages show it.
 
     Raises:
-        ModelFileError: when the name leads to another folder or no file has it; for a link out of the folder (see
-            above); and for a file that is not regular (reading a pipe or a device would never end).
+        ModelFileError: when the name leads to another folder; when no file has it, or access fails; for a link out of
+            the folder (see above); and for a file that is not regular (reading a pipe or a device would never end).
     """
     path = Path(folder) / name
     if not name or name in (".", "..") or "\0" in name or Path(name).name != name or "\\" in name:
@@ -111,13 +111,13 @@ def read_input(path: Path, *, most_bytes: int) -> bytes:
 
 
 def parse_json_value(content: bytes, file_name: str, *, allow_nan: bool = False) -> Any:
-    """Parse a JSON value of any type, without anything that the JSON standard leaves open.
+    """Parse a JSON value of any type strictly: what the JSON standard leaves undefined is refused.
 
     With `allow_nan`, numbers may be NaN or infinite, as Python writes them.
 
     Raises:
         ModelFileError: when the content is not JSON, repeats a name in one object, or has half a surrogate pair, more
-            levels than `MAX_DEPTH` or, without `allow_nan`, a non-finite number.
+            than `MAX_DEPTH` levels, an integer of over `MAX_DIGITS` or, without `allow_nan`, a non-finite number.
     """
     parse_number = float if allow_nan else _parse_number
     try:

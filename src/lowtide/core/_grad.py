@@ -40,9 +40,9 @@ def value_and_grad(
         has the structure of `model` with `None` at every leaf that was not selected.
 
     Raises:
-        SelectionError: when `wrt` selects nothing, an integer or boolean leaf, a leaf of a quantised weight, or two
-            paths of one array.
-        StructureError: when `fn` uses a weight that has an adapter for anything but multiplication.
+        SelectionError: when `wrt` selects nothing, an integer or boolean leaf, a leaf of a quantised weight, or an
+            array that the model holds at two paths.
+        StructureError: when `fn` uses a weight that is quantised or has an adapter for more than products.
 
     Memory:
         Gradients take exactly the bytes of the selected leaves. Values equal those of `jax.value_and_grad` at the

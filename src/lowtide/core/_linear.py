@@ -36,7 +36,7 @@ _MAX_ROUNDED_SIZE = 2**21
 class LinearWeight(Protocol):
     """A node in the place of a weight matrix of shape [out, in].
 
-    A node that also changes what is added to the product has ``linear_with_bias(x, bias)``, too.
+    A node that also changes the bias has a second method, ``linear_with_bias(x, bias)``.
     """
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -152,11 +152,11 @@ def products_explained(model: Tree) -> Generator[None]:
 
 
 def transposed_product(x: Array, factor: Array) -> Array:
-    """Compute x Fᵀ of one dtype, with a gradient that is faster on a CPU; [..., T, rank], [out, rank] to [..., T, out].
+    """Compute x Fᵀ, [..., T, rank] and [out, rank] of one dtype to [..., T, out]; its gradient is faster on a CPU.
 
     JAX computes the gradient of a product's second operand as cotangent times first operand, [out, T] by [T, rank]. A
-    CPU copies the first operand of a product if the summed axis is not its last one. Here that is the wide operand:
-    with LoRA on small models the copy takes a fifth of a step. In the transposed product it is the narrow one.
+    CPU copies the first operand of a product if the summed axis is not its last one. Here that is the wide cotangent:
+    with LoRA on small models the copy takes a fifth of a step. In the transposed product it is the narrow operand.
 
     Limits: policies of `jax.checkpoint` that select products by their primitive (`dots_saveable`) do not recognise this
     one.

@@ -90,9 +90,9 @@ class LayerStack:
             batch: any tree that the three functions read.
             remat: False keeps every block's residuals; True recomputes each block in the backward pass; a policy of
                 `jax.checkpoint_policies` recomputes what it does not save.
-            layers_per_remat: with ``remat=True``, the most consecutive blocks (a group) with one saved activation.
-                The backward pass recomputes the others, one group at a time. All blocks but the last of
-                each group run forward once more, effects included. Above 1, `jax.jvp` raises: only reverse mode works.
+            layers_per_remat: with ``remat=True``, the largest number of consecutive blocks (a group) that save one
+                activation. The backward pass recomputes the others, one group at a time. All blocks but the last of a
+                group run forward once more than with 1, effects included. Above 1, `jax.jvp` raises.
 
         Returns:
             The activations, of the shape that `first` and `block` return.
@@ -141,7 +141,7 @@ class LayerStack:
         remat: bool | Callable[..., bool] = False,
         layers_per_remat: int = 1,
     ) -> tuple[Any, Tree]:
-        """Run the whole stack, with arguments as in `hidden`, and return the result of `last`: ``(loss, metrics)``."""
+        """Run the whole stack, with arguments and errors as in `hidden`, and return ``(loss, metrics)`` of `last`."""
         h = self.hidden(outer, layers, batch, remat=remat, layers_per_remat=layers_per_remat)
         return self.last(on_device(outer), h, batch)
 
@@ -179,7 +179,7 @@ def hidden_in_groups(
     it back. The other arguments are those of `LayerStack.hidden`.
 
     Raises:
-        StructureError: for layers that do not stack.
+        StructureError: for layers that do not stack, or a block whose result differs from its input.
         ConfigError: for a `layers_per_remat` outside of 1 to `num_layers`.
     """
     _check_layers_per_remat(layers_per_remat, True, num_layers(layers))
@@ -276,7 +276,7 @@ def recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_recomputed() -> bool:
-    """Return whether the backward pass recomputes the traced code, so that it can compute its residuals itself."""
+    """Return whether the backward pass recomputes the traced code, which then need not save residuals."""
     return _is_recomputed.get()
 
 
@@ -353,11 +353,11 @@ class ModelObject(Protocol):
         ...
 
     def lend(self, arrays: Tree) -> None:
-        """Replace the arrays at the leaves of this tree that are not None by placeholders, which raise when used."""
+        """Replace the object's array by a placeholder, which raises when used, at each leaf that is not None."""
         ...
 
     def give_back(self, arrays: Tree) -> None:
-        """Put the leaves of this tree that are not None back into the object.
+        """Put every leaf that is not None back into the object.
 
         Raises:
             StateError: after that, if something was written over a placeholder. The written value is lost.

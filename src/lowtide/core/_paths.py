@@ -57,7 +57,7 @@ def key_numbers(leaf: Any) -> Any:
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Return a leaf's logical bytes: elements times item size, without a device's padding; 0 for a non-array."""
+    """Return a leaf's logical bytes: elements times item size, without a device's padding; 0 if it holds no numbers."""
     if not is_array_like(leaf):
         return 0
     if is_key(leaf):
@@ -77,7 +77,7 @@ def item_bits(dtype: Any) -> int:
 
 
 def tree_bytes(tree: Tree) -> int:
-    """Return the logical bytes of all arrays and shape structs of a tree; other leaves count 0.
+    """Return the logical bytes of all arrays, shape structs and Python numbers of a tree; other leaves count 0.
 
     A device's layout padding is left out (`lowtide.memory.analyze` gives the padded figure).
 

@@ -57,7 +57,7 @@ def on_host(sharding: Any) -> bool:
 
 
 def on_device(tree: Any) -> Any:
-    """Move the host-memory leaves of a tree to the device; a derivative with respect to one is a `StructureError`."""
+    """Move the host-memory leaves of a tree to the device; differentiating one of them raises `StructureError`."""
     return jax.tree.map(
         lambda leaf: _move_to_device(leaf) if memory_space(leaf) == jax.memory.Space.Host else leaf, tree
     )
@@ -113,8 +113,8 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
 
     A device's part of the array starts as zeros there and is overwritten in place by pieces. Each piece is read, sent
     and freed before the next one. So the host holds a few pieces in addition to the placed arrays, even if the device
-    is the CPU. A part in pinned host memory is read as a whole, since only its device could write into it.
-    Known inefficiency: reading waits until the previous piece is sent.
+    is the CPU. A part in pinned host memory is read as a whole, since only its device could write into it. So is a
+    part of at most `PIECE_BYTES`. Known inefficiency: reading waits until the previous piece is sent.
 
     Args:
         read: returns the pieces of a part, in this dtype.
@@ -147,7 +147,7 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
 
 
 def is_staged(sharding: jax.sharding.Sharding) -> bool:
-    """Return whether `assemble` reads a whole part before it places it: pinned host memory is not written in place."""
+    """Return whether `assemble` reads even large parts as a whole: pinned host memory is not written in place."""
     return sharding.memory_kind == "pinned_host"
 
 

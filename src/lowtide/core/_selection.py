@@ -61,7 +61,7 @@ def select(tree: Tree, selector: Selector) -> list[bool]:
         One boolean per leaf.
 
     Raises:
-        SelectionError: when a pattern, or an alternative in its braces, matches no leaf, or nothing is selected.
+        SelectionError: when a pattern, an alternative in braces or a predicate matches no leaf; or as `match_names`.
 
     Examples:
         >>> select({"a": 1.0, "b": {"lora_a": 2.0}}, "**/lora_*")
@@ -89,8 +89,8 @@ def match_names(names: Sequence[str], selector: Pattern | Sequence[Pattern]) -> 
         selector: a glob, a compiled regular expression, or several; globs that start with ``!`` exclude.
 
     Raises:
-        SelectionError: when `selector` is empty, a pattern or an alternative in its braces matches nothing, or the
-            exclusions leave nothing.
+        SelectionError: when `selector` has no including pattern, or an item that is no pattern; when a pattern or an
+            alternative in braces matches nothing; when braces expand too far; or when the exclusions leave nothing.
     """
     value: Any = selector
     patterns: list[Any] = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
@@ -238,8 +238,8 @@ def partition(tree: Tree, selector: Selector) -> tuple[Tree, Tree]:
         ``(selected, unselected)``, both with the structure of `tree` and `None` where the other half holds the leaf.
 
     Raises:
-        SelectionError: when a pattern matches nothing, or when one array is at both a selected and an unselected path.
-            Training would silently untie the two paths, and donating one half would delete the array of the other.
+        SelectionError: as in `select`, or when one array is at both a selected and an unselected path. Training would
+            silently untie the two paths, and donating one half would delete the array of the other.
 
     Memory:
         No copy: both trees refer to the arrays of `tree`.

@@ -45,7 +45,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def initial_carry(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
-    """Make a constant array that a loop can carry, with the varying axes of `arrays`, which later replace it."""
+    """Make a constant array that a loop can carry: it has the varying axes of `arrays`, from which its values come."""
     # With `check_vma` a loop's carry needs the same varying axes before and after each step; a constant has none.
     full = jnp.full(shape, fill, dtype)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(array)) for array in arrays))

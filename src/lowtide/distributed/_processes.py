@@ -60,7 +60,7 @@ _START_ALIKE = "start all processes with the same code, arguments, data and fold
 def call_on_first(make: Callable[[], Any]) -> Any:
     """Call a function in the first process only, such as one that makes a folder, and return its result in all.
 
-    `make` returns a value that JSON can represent. If it raises, the other processes raise `StateError`.
+    `make` returns a value that JSON can represent. If it raises or takes too long, other processes raise `StateError`.
     """
     if jax.process_count() == 1:
         return make()
@@ -80,7 +80,7 @@ def call_on_first(make: Callable[[], Any]) -> Any:
 
 
 def check_equal(what: str, text: str) -> None:
-    """Raise `ConfigError` unless all processes pass the same text; `what` names it in the message."""
+    """Raise `ConfigError` unless all processes pass the same text in time; `what` names it in the message."""
     if jax.process_count() == 1:
         return
     for index, reply in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, _WAIT_SECONDS)):
@@ -99,7 +99,7 @@ def any_process(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
 
 
 def check_shared_folder(processes: Processes, folder: Path) -> None:
-    """Raise unless all processes see the same folder: they would otherwise wait forever for one another's files."""
+    """Raise `ConfigError` unless all processes see the same folder: they would wait forever for one another's files."""
     if processes.count == 1:
         return
 
@@ -128,7 +128,7 @@ def _wait_for_file(path: Path) -> bool:
 
 
 class Processes:
-    """The processes of a run; with a single process, `rules` may be None, and its methods return at once."""
+    """Mutable state of the processes of a run. A single one never waits; several require `rules` (`ConfigError`)."""
 
     def __init__(self, rules: ShardingRules | None) -> None:
         self._rules: Any = rules
@@ -172,7 +172,8 @@ class Processes:
     def agree_on_batch(self, batch: Tree) -> None:
         """Raise unless all processes have batches of the same shapes; each set of shapes is compared once.
 
-        If the others already know their own shapes, they do not take part, and `StateError` is raised.
+        Without `local_batches`, the contents are compared, too. If other processes have compared their own shapes
+        before, they do not take part, and this one raises `StateError`.
         """
         if self.count > 1:
             shapes = tuple(
@@ -238,13 +239,13 @@ class Processes:
         return [json.loads(text) for text in replies if text is not None]
 
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
-        """Return the positions of the data iterators of all processes."""
+        """Return the positions of all data iterators by shard; only one where every process reads whole batches."""
         if self.count == 1 or not self._rules.local_batches:
             return [{"shard": None, "position": mine}]
         return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
-        """Select this process's position from saved ones; if none fits, the result has their ``num_processes``."""
+        """Select this process's position; if none fits, return the first, with ``num_processes`` (their number)."""
         is_local = self.count > 1 and self._rules.local_batches
         shard = list(self._rules.data_shard) if is_local else None
         for entry in saved:
@@ -273,7 +274,7 @@ class Processes:
         return results
 
     def max_action(self, action: int) -> Any:
-        """Return the highest action that any process requests, as an array that is ready after the dispatched step."""
+        """Return the highest action that any process requests, as an array; a single process gets its number."""
         if self.count == 1:
             return action
         # The maximum is a collective that is dispatched like a step. The host reads it later, so it does not wait here.

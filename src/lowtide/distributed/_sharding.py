@@ -68,7 +68,7 @@ def make_mesh(
     Args:
         stage: ranks of a pipeline; by default the mesh has no such axis.
         data: copies of the model, each of which trains on a part of the batch.
-        fsdp: parts into which weights, optimizer state and batch are sharded; by default all remaining devices.
+        fsdp: parts of weights, optimizer state and batch; by default all remaining devices, or 1 if another size is -1.
         expert: parts into which batches and, where rules select them, experts are sharded; by default the mesh has no
             such axis.
         context: parts into which the tokens of each row are sharded; by default the mesh has no such axis.
@@ -79,7 +79,7 @@ def make_mesh(
         The mesh. One of the sizes may be -1, which takes all remaining devices.
 
     Raises:
-        ConfigError: when the sizes do not multiply to the number of devices.
+        ConfigError: for a size that is no integer, and when the sizes do not multiply to the number of devices.
 
     Examples:
         >>> dict(make_mesh(tensor=1, devices=jax.devices()[:1]).shape)
@@ -110,12 +110,13 @@ class ShardingRules:
     """Shardings of the leaves of a model and of its batches.
 
     The path of a leaf is matched against `rules`, in order. If no rule matches, a leaf with the name of a known
-    projection is sharded along ``tensor``. It is also sharded along ``fsdp`` in its largest dimension that the axis
-    divides; small leaves are replicated. Leaves below ``layers/`` are sharded along ``stage`` in their first dimension.
-    Optimizer state is sharded like its parameter.
+    projection is sharded along ``tensor``. Any leaf without a rule is sharded along ``fsdp``, in the largest remaining
+    dimension that the axis divides, but not in the first of three or more; small leaves are replicated. Leaves below
+    ``layers/`` are sharded along ``stage`` in their first dimension. Optimizer state is sharded like its parameter.
 
     Raises:
-        ConfigError: for an axis that the mesh does not have, and when no axis can shard batches.
+        ConfigError: for an axis that the mesh does not have or that is not automatic, ``context`` in `batch_axes`, a
+            wrong expression or partition spec, and when no axis can shard batches.
 
     Examples:
         >>> rules = ShardingRules(mesh=make_mesh(devices=jax.devices()[:1]), rules={r".*/router": jax.P()})
@@ -291,7 +292,7 @@ class ShardingRules:
 
     @functools.cached_property
     def data_shard(self) -> tuple[int, int]:
-        """Index of this process's part of the elements, and the number of parts: the arguments of a data loader.
+        """Index of this process's part of the data, and the number of parts: the arguments of a data loader.
 
         Processes that share their rows (along ``tensor``) have the same part.
 
@@ -319,7 +320,9 @@ class ShardingRules:
                 are replicated where they cannot be sharded.
 
         Raises:
-            DataError: when the number of rows cannot be sharded.
+            ConfigError: with `local_batches`, as in `data_shard`.
+            DataError: when rows or tokens cannot be sharded evenly, or a leaf does not hold numbers.
+            SelectionError: when ``context`` would shard no leaf.
         """
         self._check_tokens(batch)
 
@@ -342,7 +345,7 @@ class ShardingRules:
             num_microbatches: as in `batch`.
 
         Raises:
-            DataError: when the number of rows cannot be sharded.
+            DataError: when rows or tokens cannot be sharded evenly. Others are those of `batch`.
         """
         self._check_tokens(batch)
 

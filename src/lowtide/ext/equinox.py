@@ -50,9 +50,9 @@ class Bridge:
             stay in the module.
 
     Raises:
-        ConfigError: when the module has state, but `state` is missing.
+        ConfigError: for a class or a Flax NNX module; and for a module with state, if `state` is missing.
         SelectionError: when `wrt` selects no array.
-        StructureError: when two arrays have one path. From a step: when the loss function does not return the state.
+        StructureError: when two arrays have one path. From a step: when the loss function returns no matching state.
 
     Memory:
         No copy: the trainer uses the arrays of the module.
@@ -108,7 +108,7 @@ class Bridge:
 
     @property
     def model(self) -> Any:
-        """The module with its current arrays, or ``(model, state)``. `Trainer.model` first returns borrowed arrays."""
+        """The module with its current arrays, or ``(model, state)``; placeholders replace arrays that are borrowed."""
         model, state = self._combine(self._arrays)
         return (model, state) if self._has_state else model
 

@@ -99,7 +99,7 @@ class Bridge:
 
     @property
     def mutable(self) -> Callable[[str, Any], bool] | None:
-        """Variables that a call may change, such as statistics and seeds; neither trainable nor frozen weights."""
+        """Selects leaves that a call may change, such as statistics and seeds, but no frozen weights; None for none."""
         names = set(self._variables) - self._trainable - self._frozen
         return among(names) if names else None
 
@@ -124,8 +124,8 @@ class Bridge:
             one size have equal weight, and evaluation batches are weighted by their number of rows.
 
         Raises:
-            ConfigError: for an unknown loss or metric, a metric that is not a mean, such as AUC, or an invalid
-                `class_weight`; for a model that overrides ``train_step`` or ``compute_loss``, because the override
+            ConfigError: for an unknown loss or metric, a metric that is not a mean, such as AUC, or invalid `metrics`
+                or `class_weight`; for a model that overrides ``train_step`` or ``compute_loss``, because the override
                 would not be called; in the step, for a model with several outputs.
             DataError: in the step, for a batch that is not such a tuple.
         """

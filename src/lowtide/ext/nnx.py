@@ -36,7 +36,7 @@ class Bridge:
             module.
 
     Raises:
-        SelectionError: when the filter selects no variable.
+        SelectionError: when the filter selects no variable, or the model is a class.
         StructureError: for an array in a tuple, from which it cannot be removed, or for one array at two places. From a
             step: when a call sets attributes that the module did not have.
 
@@ -163,7 +163,7 @@ class Bridge:
         return run
 
     def lowered(self, module: Any, dtype: Any) -> Any:
-        """Set the compute dtype of all layers in a module, except those whose ``dtype`` is already set.
+        """Set the compute dtype of a module's layers, except those whose ``dtype`` is already set; return the module.
 
         A layer without a dtype computes in the widest dtype of its arrays. Float32 batch statistics would therefore
         make all following layers compute in float32.

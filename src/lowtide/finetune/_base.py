@@ -77,7 +77,7 @@ def open_base(
         sharding: as in `lowtide.models.load`.
         quantize: as in `lowtide.models.load`.
         attention: as in `FinetuneConfig`.
-        tile_tokens: likewise.
+        tile_tokens: as in `FinetuneConfig`.
 
     Returns:
         The model and the tokenizer. Pass the model's ``config.vocab_size`` as `vocab_size` to the data functions, so
@@ -154,7 +154,7 @@ def quantized_weights(model: models.Decoder) -> list[QuantizedWeight]:
 
 
 def training_dtype(config: FinetuneConfig) -> str:
-    """Return the dtype to load the model in; with `full`, ``auto`` means float32, the dtype of adapters too."""
+    """Return the dtype to load the model in; with `full`, ``auto`` means float32, as for adapters."""
     return "float32" if config.full and config.param_dtype == "auto" else config.param_dtype
 
 
@@ -318,7 +318,7 @@ def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None,
 
 
 def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.DecoderConfig) -> dict[str, bytes]:
-    """Write all end tokens into the generation_config.json of a model's files, contents by name.
+    """Return the files of a model, contents by name, with all end tokens in generation_config.json.
 
     The `generate` of transformers stops at the tokens of this file. If it names none, those of `config` count.
     """

@@ -43,18 +43,20 @@ class Needs:
 
 
 def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
-    """Compile the step of a run for shapes.
+    """Compile the step of a run for shapes, and return the device memory that the run needs.
 
     Args:
         config: the settings. From the model only `config.json` is read; the files of `adapter`, if set, are read.
         target: device to compile for; None for the hardware at hand.
 
     Returns:
-        The memory that it needs on one device.
+        The bytes on one device, in total and by part.
 
     Raises:
         ModelFileError: when `config.json` cannot be read.
         SelectionError: when a target matches nothing.
+        ConfigError: for settings that the model does not support.
+        TargetError: when the target is unknown.
 
     Memory:
         Host memory of the compiler. On the device only a loaded `adapter`.
@@ -89,7 +91,7 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
 
     Raises:
         OutOfMemoryError: with bytes by part, and settings that lower them.
-        ModelFileError, SelectionError: as `needs`.
+        ModelFileError, SelectionError, ConfigError: as `needs`.
 
     Memory:
         As `needs`. A refused run is compiled again for each setting that may be enough.
@@ -110,7 +112,7 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
 class _ArgumentCounter:
     """Counter of the device bytes of a step's arguments, from shapes and without compilation.
 
-    This object is mutated: it caches its counts by the settings that change them.
+    Mutable: it caches its counts by the settings that change them.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
@@ -273,7 +275,11 @@ def _low_precision_change(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def _combined_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
-    """Yield combined changes: one sequence of the least length, then also low precision, then also host memory."""
+    """Yield combined changes, all with one sequence of the shortest length and recomputed layers.
+
+    For full-parameter tuning: without and with low precision. For adapters: with quantised weights; also with optimizer
+    state in host memory; with weights and optimizer state in host memory and only the embeddings quantised.
+    """
     change = _reduction(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
     if config.full:

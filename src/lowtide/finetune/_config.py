@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from ..core import ConfigError, require_extra, shown
+from ..ops import Implementation
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -27,7 +28,8 @@ _NEW_ADAPTER_FIELDS = ("method", "rank", "alpha", "targets", "modules_to_save", 
 """Settings that the files of a loaded adapter replace."""
 _ADAPTER_FIELDS = (*_NEW_ADAPTER_FIELDS, "adapter", "lora_dropout", "loraplus_ratio", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
-FOUR_BITS = ("nf4", "int4", "mxfp4")
+LORA_VARIANTS: dict[str, dict[str, Any]] = {"rslora": {"rslora": True}, "dora": {"dora": True}}
+"""Values of `method` that are variants of LoRA, and the fields of `lowtide.lora.Config` that select them."""
 _DECAYING_SCHEDULES = ("cosine", "linear", "warmup_stable_decay")
 """Schedules that end at `final_rate_fraction`."""
 _HINTS = {
@@ -54,6 +56,8 @@ PathText = Annotated[str, MinLen(1)]
 Name = Annotated[str, Predicate(_is_name)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Format = Literal["nf4", "int4", "mxfp4", "int8", "fp8"]
+FOUR_BITS = ("nf4", "int4", "mxfp4")
+"""The names in `Format` whose codes are 4-bit arrays."""
 Offload = Literal["activations", "optimizer", "parameters"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
@@ -104,7 +108,7 @@ class FinetuneConfig:
     rank: Count = 16
     """Rank of the adapter; (IA)³ has none."""
     alpha: Positive = 32.0
-    """LoRA scale: the adapter's product is multiplied by alpha / rank."""
+    """LoRA scale: the adapter's product is multiplied by alpha / rank, in rslora by alpha / the root of rank."""
     targets: str | tuple[str, ...] = dataclasses.field(default="layers/**/*_proj", metadata={"metavar": "GLOB"})
     """Globs on the paths of modules that get an adapter; by default all seven projections of a block. As a flag: one
     glob; repeat the flag for more."""
@@ -181,7 +185,7 @@ class FinetuneConfig:
     tile_tokens: Count | None = None
     """Tokens in a tile of a recomputed block, within one device's rows; by default enough to keep the device busy.
     Smaller tiles take fewer bytes, and on a GPU more time."""
-    attention: Literal["auto", "cudnn", "splash", "blocks", "xla"] = "auto"
+    attention: Literal["auto", Implementation] = "auto"
     """Implementation of attention: cudnn, splash (on a TPU), blocks (of XLA operations), xla (all scores at once), or
     auto (selected for the device)."""
     eval_every: Count = 100
@@ -464,8 +468,11 @@ def _refuse_with_full(names: list[str]) -> None:
 
 _SYNONYMS = {
     "model": "model_name model_name_or_path pretrained_model_name_or_path base_model checkpoint_dir",
-    "tokenizer": "tokenizer_name tokenizer_name_or_path",
-    "data": "dataset dataset_name dataset_path train_file train_data",
+    "tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
+    "data": "dataset datasets dataset_name dataset_path train_file train_data",
+    "eval_data": "test_datasets eval_dataset validation_file",
+    "packing": "sample_packing pad_to_sequence_len",
+    "loss_on": "train_on_inputs train_on_input completion_only_loss assistant_only_loss",
     "full": "full_finetuning finetuning_type",
     "num_steps": "steps max_steps max_steps_per_epoch total_steps iterations num_iterations iters",
     "num_epochs": "epochs num_train_epochs epoch",
@@ -473,7 +480,7 @@ _SYNONYMS = {
     "alpha": "lora_alpha lora_scale",
     "lora_dropout": "dropout lora_drop adapter_dropout",
     "loraplus_ratio": "loraplus_lr_ratio loraplus lora_plus",
-    "lora_init": "init_lora_weights",
+    "lora_init": "init_lora_weights peft_init_lora_weights",
     "modules_to_save": "additional_target lora_modules_to_save",
     "bias": "lora_bias train_bias",
     "targets": "target_modules lora_target_modules lora_attn_modules lora_target target_parameters",
@@ -519,6 +526,8 @@ These names serve hints only. They are not aliases, because the settings differ 
 _REMARKS = {
     "--quantize nf4": "load_in_4bit use_qlora",
     "--quantize int8": "load_in_8bit",
+    "--method dora": "use_dora peft_use_dora",
+    "--method rslora": "use_rslora peft_use_rslora",
     "num_microbatches, the parts of a batch; batch_size counts all parts together": "gradient_accumulation_steps "
     "gradient_accumulation grad_accum_steps accumulate_grad_batches",
     "--out, the folder of the run": "output_dir out_dir",

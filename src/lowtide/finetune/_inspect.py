@@ -50,7 +50,7 @@ class Inspection:
     """Content of an inspected folder or file."""
 
     kind: str
-    """One of model, adapter, weights, run, checkpoints."""
+    """One of model, adapter, weights, run, checkpoints, data."""
     path: str
     """The inspected folder or file."""
     facts: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Inspection:
     notes: tuple[str, ...] = ()
     """Facts that a user may not expect and that are not problems."""
     parts: tuple[Inspection, ...] = ()
-    """The outputs of a run; empty for other kinds."""
+    """The checkpoints and outputs of a run; empty for other kinds."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all content as plain values, for JSON."""
@@ -124,14 +124,14 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
             `seq_len` have the same effect as in a run.
 
     Returns:
-        Counts of records, tokens, columns, duplicates, empty turns, and records longer than a row.
+        An inspection with counts of records, tokens, columns, duplicates, empty turns, and records longer than a row.
 
     Raises:
         DataError: for data that a run would refuse.
         ModelFileError: for an unusable tokenizer or chat template.
 
     Memory:
-        Holds one batch of records at a time; plain text as a whole.
+        Holds one batch of records at a time, and a digest and two numbers of each record; plain text as a whole.
     """
     from .. import models
     from ._base import directory_of, load_end_tokens, tokenizer_folder

@@ -23,12 +23,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import models, offload, quant, train
 from ..adapters import lora
-from ..core import LayerStack, Tree, hidden_in_groups, memory_space, recomputed
+from ..core import LayerStack, Tree, hidden_in_groups, leaves_with_paths, memory_space, recomputed, tree_bytes
 from ..memory import Job, Target
 from ..optim import low_precision
 from ..targets import resolve_target
 from ._base import directory_of, dtypes, formats, open_base, refuse_for_model, training_dtype, with_implementation
-from ._config import FinetuneConfig, config_from_dict, with_seq_len
+from ._config import LORA_VARIANTS, FinetuneConfig, config_from_dict, with_seq_len
 from .data._pack import IGNORE
 
 if TYPE_CHECKING:
@@ -133,6 +133,26 @@ class JobPlan:
             self.model, self.loss_fn, tx, WRT, batch, num_microbatches=config.num_microbatches, weight=num_targets
         )
 
+    def saved_bytes(self) -> int | None:
+        """Count the bytes of gradients and optimizer state that the frozen weights of the base would need to train.
+
+        Each weight counts in its dtype, a quantised weight in the dtype of the weight that it replaces. A weight with a
+        trainable copy (`modules_to_save`) does not count. None with `full`, where no weight is frozen.
+        """
+        if self.config.full:
+            return None
+        model_paths = {path for path, _ in leaves_with_paths(self.model)}
+        weights = leaves_with_paths(self.base, is_leaf=lambda node: isinstance(node, quant.QuantizedWeight))
+        frozen = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for path, leaf in weights
+            if is_weight(path, leaf) and f"{path}/lora_saved" not in model_paths
+        ]
+        tx = _with_state_format(self.config, adamw(self.config, self.schedule))  # clipping and LoRA+ have no state
+        state = jax.tree.leaves(jax.eval_shape(tx.init, frozen))
+        # Scalars are counters of steps, which the state of the adapters has, too.
+        return tree_bytes([frozen, [leaf for leaf in state if leaf.ndim]])
+
 
 def load_base(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:
     """Load the base of a job and its tokenizer; `JobPlan.from_shapes` makes the same base as shapes."""
@@ -207,8 +227,7 @@ def _lora_config(config: FinetuneConfig) -> lora.Config:
         bias=config.bias,
         init="peft" if config.lora_init == "eva" else config.lora_init,
         modules_to_save=config.modules_to_save or (),
-        rslora=config.method == "rslora",
-        dora=config.method == "dora",
+        **LORA_VARIANTS.get(config.method, {}),
     )
 
 

@@ -56,12 +56,12 @@ _PROMPT_TOKENS = 24
 
 
 class Finetune:
-    """A fine-tuning run. This object is mutated: `run` trains its model.
+    """A fine-tuning run. Mutable: `run` trains its model.
 
     Args:
         config: the settings.
         out: the run's folder, checked by `open_run`.
-        on_tokenise: called with the number of finished documents and the total.
+        on_tokenise: called with the number of finished documents and the total; for records with the number twice.
         sharding: rules that shard the work over the devices of one or more processes.
 
     Raises:
@@ -70,6 +70,7 @@ class Finetune:
         SelectionError: when ``config.targets`` matches no module.
         ConfigError: when a resumed run's data changed, processes differ, `sharding` is combined with ``full`` or
             ``offload``, or a tracker is not installed.
+        OutputError: for a run's folder that cannot be written, or has lost its checkpoints.
         StructureError: when a checkpoint does not fit.
     """
 
@@ -117,6 +118,8 @@ class Finetune:
                 check_same_run(self.out, config, self.data.digest, day),
             )
         )
+        self.saved_bytes: int | None = plan.saved_bytes()
+        """Gradients and optimizer state that the frozen weights would need to train (all devices); None with `full`."""
         self.schedule = plan.schedule
         # The learning rates for records are computed here, in one program. Computed after a step, they would delay the
         # record until the device is free. An interrupt during this wait could lose the record.

@@ -53,7 +53,7 @@ class CompiledProgram:
     jaxpr: Any
     """The function as JAX traced it: a `jax.core.ClosedJaxpr`."""
     hlo: Any
-    """XLA's description of the optimised program, its buffers and their lifetimes: a protobuf message."""
+    """The optimised program, its buffers and their lifetimes, as XLA's protobuf message; None if XLA dumped none."""
     static: tuple[int, ...] = ()
     """Positions of the static arguments."""
     host_paths: frozenset[str] = frozenset()
@@ -231,7 +231,7 @@ def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
 
 
 def read_dump(folder: str | Path) -> Any:
-    """Read the optimised program of XLA's dump, or return None without one or without its buffer assignment."""
+    """Read the optimised program of XLA's dump; return None if it or its buffer assignment is missing."""
     # The largest of several programs, because XLA dumps helper programs, too.
     files = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: -path.stat().st_size)
     hlo = read_hlo(files[0]) if files else None
@@ -252,7 +252,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _unwrap(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the function of arrays inside of a wrapper, its args and kwargs, and `jit_options` to compile it with.
+    """Return the function of arrays in a wrapper, its args and kwargs, and what `jit_options` returns for it.
 
     Raises `StructureError` for a wrapper of another library than `equinox.filter_jit` and `flax.nnx.jit`.
     """

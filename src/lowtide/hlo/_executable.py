@@ -124,7 +124,7 @@ def lowered_leaves(lowered: Any, hlo: Any, compiled: Any = None) -> list[Argumen
 
 
 def parameter_arrays(hlo: Any) -> list[tuple[ParameterIndex, str]]:
-    """Return the place and name of every array of the entry's parameters; thousands of them come as one tuple."""
+    """Return place and name of every array of the entry's parameters; the arrays of a single tuple have no names."""
     entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
     parameters = [i for i in entry.instructions if i.opcode == "parameter"]
     parameters.sort(key=lambda i: i.parameter_number)
@@ -141,8 +141,9 @@ def _parameter_allocations(hlo: Any) -> dict[ParameterIndex, Any]:
 def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
     """Reconstruct the argument leaves of a program from its dump alone, by the names that JAX gave its parameters.
 
-    ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. A dump does not record
-    donation, so a leaf counts as donated when an output reuses it.
+    ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. A dump records neither
+    donation nor logical sizes. So a leaf counts as donated when an output reuses it, and its logical bytes are the
+    compiled ones.
     """
     allocations = _parameter_allocations(hlo)
     leaves: list[ArgumentLeaf] = []

@@ -128,9 +128,9 @@ class Graph:
         return [(leaf, edge) for source, edge in self._sources(value) for leaf in self._existing(source, value)]
 
     def _existing(self, source: Value, value: Value) -> list[Value]:
-        """Return a source if such a value exists.
+        """Return a source if its index exists, else the results of its instruction with the shape and type of `value`.
 
-        Some compilers pack the results of an asynchronous operation differently. Then return those of the same shape.
+        Some compilers pack the results of an asynchronous operation differently.
         """
         instr_id, index = source
         leaves = self._leaves(instr_id)
@@ -206,7 +206,7 @@ class Graph:
         return [(instr_id, index) for index in _leaf_indices(self.instructions[instr_id].proto.shape)]
 
     def loop_of(self, value: Value) -> int | None:
-        """Return the loop whose state a value is inside of that loop; None for any other value."""
+        """Return the loop whose body or condition receives this value as its state; None for any other value."""
         instruction = self.instructions[value[0]]
         if instruction.opcode != "parameter":
             return None
@@ -264,7 +264,7 @@ class Graph:
     @functools.cached_property
     def last_uses(self) -> dict[str, int]:
         """Last position at which the result of every instruction is read, by the instruction's name."""
-        # A value inside of a tuple or loop is used as long as that one is.
+        # A value inside of a tuple or loop is used as long as the tuple or loop is.
         last_uses: dict[int, int] = {}
         for position in range(len(self.order) - 1, -1, -1):
             instr_id = self.order[position]
@@ -348,13 +348,13 @@ def _leaf_indices(shape: Any) -> list[tuple[int, ...]]:
 # other names of a value that has events (loop states), and small values for which a TPU reserves bytes throughout.
 
 _ALLOCATED, _FREED, _SHARED = 0, 1, 2
-# Colors of allocations: a TPU's memory spaces. CPUs and GPUs have 0 only (a GPU uses 5 for the host, too).
+# Colors of allocations are a TPU's memory spaces. GPUs have these two, and CPUs have 0 only.
 DEVICE_COLOR, HOST_COLOR = 0, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """An interval of time in which one value owns a region of an allocation."""
+    """A region of an allocation, in bytes, that one value owns from position `start` to position `end`, included."""
 
     value: Value
     offset: int

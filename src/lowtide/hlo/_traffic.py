@@ -1,6 +1,6 @@
 """Count the bytes that a compiled program moves to and from device memory, with loops counted as often as they run.
 
-As in XLA's count, which takes a loop's body once, every operation reads its operands and writes its result. A fusion
+XLA's own count takes a loop's body once. In both, every operation reads its operands and writes its result. A fusion
 that only slices an array counts the slices; one that updates an array in place counts the update. Arrays in a TPU's
 vector memory or on the host do not count. A conditional counts its most expensive branch. Limits: a kernel (custom
 call) counts its operands and results once. Caches of a CPU and a GPU save some of the counted traffic.
@@ -85,7 +85,7 @@ class Traffic:
         return read + sum(self._written_bytes(root_id) for root_id in roots)
 
     def _read_bytes(self, parameter: Any, roots: Sequence[int]) -> int:
-        """Return the bytes of an operand that a fusion reads: if it only slices it, converted or not, the slices."""
+        """Return the bytes that a fusion reads of an operand: its slices, if the fusion only slices it (or a cast)."""
         total, sliced, pending = size(parameter.shape), 0, [parameter.id]
         while pending:
             value_id = self._outermost(pending.pop(), parameter)

@@ -9,7 +9,7 @@ about values. Code that needs a special rule for a kind of operation keeps the r
 | branch | the operands after the first, which selects the branch | the results |
 | scan | the operands: constants, carry, and slices of stacked ones | the results, and slices of stacked ones |
 | while | for condition and body their own constants, then the carry | whether to continue; the carry |
-| choice | the operands | the results; two jaxprs compute them, of which the second is listed here |
+| choice | the operands | the results; the lowering selects one of two jaxprs, and only the second is listed here |
 | `shard_map` | each device's part of the operands | its part of the results |
 | kernel | references, for each point of a grid | none |
 | scalar | two numbers, which it adds up, compares or replaces | one number |
@@ -89,7 +89,7 @@ class Body:
     jaxpr: Any
     """The jaxpr as the operation holds it, open or closed."""
     reads: tuple[int, ...] | None
-    """For each input, the operand that it is or is a part of; None if inputs are not operands, or are unknown."""
+    """Index of the operand that each input comes from, as a whole or in part; None if inputs have no known operands."""
     carried: range = range(0)
     """Inputs that are operands in the first iteration only, and results of the previous iteration after that."""
     times: int = 1
@@ -154,8 +154,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def walk(jaxpr: Any, context: Context, enter: Callable[[Any, Body, Context], Context]) -> Iterator[tuple[Any, Context]]:
     """Yield all operations of a jaxpr and of those inside, in program order, each with the context of its place.
 
-    `context` is that of the outermost operations. ``enter(eqn, body, context)`` returns the context inside of an
-    operation's body, given the operation's.
+    `context` is that of the outermost operations. ``enter(eqn, body, context)`` gets an operation, one of its bodies
+    and the operation's context, and returns the context inside of that body.
     """
     for eqn in opened(jaxpr).eqns:
         yield eqn, context
@@ -243,8 +243,8 @@ _FREE_PRIMITIVES = {
 def jaxpr_flops(jaxpr: Any) -> int:
     """Return the FLOPs of a jaxpr, open or closed, including everything inside.
 
-    Operations whose results nothing reads count nothing, because compilers drop them. Results of a call or a loop that
-    nothing outside reads are not followed inside.
+    Operations whose results nothing reads count nothing, because compilers drop them. Limit: if something reads only
+    one result of a call or loop, the operations inside that compute its other results still count.
     """
     jaxpr = opened(jaxpr)
     read = set(map(id, jaxpr.outvars))

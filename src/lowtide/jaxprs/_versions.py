@@ -53,7 +53,7 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
 
 
 def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace the jaxprs in an operation's parameters, and in tuples there; return the same one if none changes."""
+    """Replace the jaxprs in an operation's parameters, and in tuples there; return `eqn` itself if none changes."""
 
     def replace(value: Any) -> Any:
         if is_jaxpr(value):
@@ -71,7 +71,7 @@ def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """Wrap `jax.make_jaxpr` so that it also returns the result's shapes, and recomputation and names are readable."""
+    """Wrap `jax.make_jaxpr`: the function returns a closed jaxpr, rewritten by `plain`, and the result's shapes."""
 
     def make(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with classic_remat():
@@ -154,7 +154,7 @@ def policy_names(policy: Any) -> dict[str, bool]:
 def saves_name(policy: Any, name: str) -> bool:
     """Return whether a policy keeps or offloads a value of this name; False if the policy raises.
 
-    The value is a matrix of 4 GiB, since policies may ignore small values, or a scalar.
+    The policy is asked about a matrix of 4 GiB, since policies may ignore small values, and about a scalar.
     """
     for shape in ((2**15, 2**15), ()):
         try:

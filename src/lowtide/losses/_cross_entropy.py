@@ -38,7 +38,7 @@ from ..core import (
 
 _Carry = Any
 
-# Float32 logits of a chunk. With fewer tokens a chip would wait while it reads the head, more would gain nothing.
+# Most bytes of a chunk's float32 logits. With fewer tokens a chip would wait for the head, and more would gain nothing.
 _LOGIT_BYTES = 2**28
 _LEAST_CHUNK, _MOST_CHUNK = 512, 1024
 _MOST_INDEX = 2**31 - 1

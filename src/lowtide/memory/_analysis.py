@@ -1,7 +1,8 @@
 """Compile functions for a target, and report their bytes without running them.
 
-`_owners` assigns an owner to each buffer. This module compiles, adds XLA's totals, moves arguments and outputs that are
-declared in host memory, adds the copies with which a GPU reads them, and builds the `MemoryReport`.
+`_owners` assigns an owner to each buffer. This module compiles, adds XLA's totals, and builds the `MemoryReport`. It
+counts arguments and outputs that are declared in host memory as host bytes, and adds the copies with which a GPU reads
+them.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Program(CompiledProgram):
     def bytes_accessed(self) -> int:
         """Bytes that a call moves to and from a device's memory; a loop body counts once per iteration.
 
-        The operands and results of each kernel count once. Divided by the chip's bandwidth, this is a lower bound on
-        the time of the program under any schedule.
+        The operands and results of each kernel count once. On a TPU, these bytes divided by the chip's bandwidth are a
+        lower bound on the time of a call. Caches of a CPU or GPU save some of the counted traffic.
 
         Raises:
             StructureError: for a loop whose number of iterations depends on data.
@@ -84,6 +85,9 @@ class Program(CompiledProgram):
 
         Returns:
             The report, even for a program that does not fit.
+
+        Raises:
+            ConfigError: for roles that do not fit the arguments.
         """
         return examine(self, roles)[0]
 
@@ -162,7 +166,11 @@ def analyze(
         TargetError: when the target is unknown, or too small for an argument's mesh.
         StructureError: for an argument that a compiled function does not take, with its path.
         ConfigError: for roles, `donate_argnums` or `static_argnums` that do not fit the arguments.
+        PlacementError: when the function computes with values in host memory, with their paths.
         Exception: any other exception of the compiler, unchanged. A program that does not fit a TPU gets a report.
+
+    Warns:
+        PlacementWarning: as `compile`.
 
     Memory:
         Nothing is allocated on the target. Figures include the padding of the target's layouts. An argument that the
@@ -266,7 +274,8 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
 
 def examine_dump(hlo: Any, target: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
     """Report on a program of which only the dump exists. A program that the compiler rejected has no `stats`."""
-    # An argument has the name that JAX recorded for its parameter. It is also its role unless `roles` has the name.
+    # JAX recorded a name for the parameter of each argument. The role of an argument is that name, unless `roles` maps
+    # the name to another role.
     leaves = named_leaves(hlo)
     figures = _Figures.of_allocations(hlo, leaves) if stats is None else _Figures.of_stats(stats, leaves, {}, [])
     leaf_roles = [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
@@ -459,8 +468,8 @@ def _with_names(leaves: list[ArgumentLeaf], leaf_names: Sequence[str]) -> list[A
     """Begin paths with the parameter names of the signature, if every argument has a different name."""
     if len(leaf_names) != len(leaves):
         return leaves
-    # JAX's names of leaves are such as `params['w']`. Arguments of a `*args` parameter share a name. A keyword keeps
-    # its own name, since those of a `**kwargs` parameter share one, too.
+    # JAX names leaves like `params['w']`. All arguments of a `*args` parameter have the same name, and all keywords of
+    # a `**kwargs` parameter, so a keyword keeps its own name.
     heads = [
         leaf.argument if isinstance(leaf.argument, str) else re.split(r"[\[.]", name)[0]
         for leaf, name in zip(leaves, leaf_names, strict=True)
@@ -568,7 +577,7 @@ class _HostCopies:
                 )
 
     def _read_ranges(self, leaf: int, parameter: Value) -> tuple[set[tuple[int, int]], dict[tuple[int, int], int]]:
-        """Return the ranges in which the leaf is read as a whole, and those of its slices with the largest's bytes."""
+        """Return the ranges in which the leaf is read as a whole; by range of its slices, the largest slice's bytes."""
         full_reads = dict[int, tuple[int, int]]()
         slice_reads = dict[tuple[int, int], int]()
         aliases, frontier = {parameter}, [parameter]

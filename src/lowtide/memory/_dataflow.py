@@ -39,11 +39,11 @@ class Dataflow:
     - An operation outside both passes that depends on the backward pass belongs to the **update**.
     - A value is a **copy** of an argument if only moves and conversions lie between the two.
     - An **activation** is made in the forward pass and read, possibly after moves, in the backward pass.
-    - The **gradient** of a leaf is the backward pass's input to the output that replaces the leaf. The search starts at
-      that output and follows values with the same number of elements.
+    - The **gradient** of a leaf is the value of the backward pass from which the output that replaces the leaf is
+      computed. The search starts at that output and follows values with the same number of elements.
 
-    This object is mutated: `follow_gradients` adds the gradients. `leaves` has the argument leaf of each array of the
-    entry's parameters.
+    Mutable: `follow_gradients` adds the gradients. `leaves` has the argument leaf of each array of the
+    entry computation's parameters.
     """
 
     def __init__(self, graph: Graph, leaves: Mapping[Value, int]) -> None:
@@ -78,11 +78,11 @@ class Dataflow:
         return origin if isinstance(origin, int) else None
 
     def gradient_of(self, value: Value) -> int | None:
-        """Return the leaf whose cotangent, or accumulator of cotangents, a value is; None for other values."""
+        """Return the leaf of which a value is the gradient or an accumulator of gradients; None for other values."""
         return self._gradients.get(value)
 
     def is_activation(self, value: Value) -> bool:
-        """Return whether a value is data of the forward pass for the backward pass, or a later move of such data."""
+        """Return whether the forward pass made a value's data, and the backward pass reads it or a move of it."""
         # A move is a copy, such as a slice of a stack, whose data the forward pass computed.
         maker = self._maker(value) if self.phase(value) == "backward" else value
         return value in self.read_backward and maker is not None and self.phase(maker) == "forward"
@@ -352,7 +352,7 @@ class Dataflow:
                     self._gradients.setdefault(summand, leaf)
 
     def _summands(self, total: Value) -> set[Value]:
-        """Return the stacked gradients of a leaf (per example, task or microbatch) whose sum is a value."""
+        """Return the stacked gradients of a leaf (per example, task or microbatch) whose sum is `total`."""
         stack = total
         # A compiler may reduce in several steps.
         is_split = True
@@ -393,7 +393,7 @@ class Dataflow:
         return set() if is_cotangent else summands
 
     def _summed_operand(self, value: Value) -> Value | None:
-        """Return the array whose sum along an axis a value is; a weighted sum, as of clipped gradients, counts, too."""
+        """Return the array that a value sums along an axis, also with weights (clipped gradients); None without one."""
         instruction = self.graph.instructions[value[0]]
         operands: list[Value] = [(operand_id, ()) for operand_id in instruction.proto.operand_ids]
         if instruction.opcode in _REDUCTIONS:
@@ -423,7 +423,7 @@ class Dataflow:
 
 
 class Passes:
-    """The passes of a program; the scopes of all its operations show the forward passes that have a backward pass.
+    """The passes of a program's operations. Only all scopes together show which forward passes have a backward pass.
 
     A scope nests the transformations of an operation, the outermost first: ``jvp`` for the forward pass of a gradient,
     ``transpose(jvp)`` for its backward pass. With nested gradients (MAML, a gradient penalty, a PINN) the outermost one

@@ -1,8 +1,8 @@
 """Compile and analyze in a child process.
 
 A process that compiled for a TPU keeps hundreds of megabytes, and a crash of the compiler ends its process. The
-function is sent with cloudpickle, arrays among the arguments as shapes, and JAX's configuration as it is here; the
-child returns the report. Arrays that the function closes over are constants of the program, and are sent in full.
+function is sent with cloudpickle, with arrays among the arguments as shapes, and with this process's JAX configuration.
+The child returns the report. Arrays that the function closes over are constants of the program, and are sent in full.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ class Job:
             The job.
 
         Raises:
-            ConfigError: when it is not callable, or returns another value.
+            ConfigError: when it is not callable, or returns a value that `of` refuses.
+            TargetError: for an unknown target, if the function takes a target.
             Exception: any exception of the function, unchanged.
         """
         what = what or getattr(maker, "__name__", "the function")

@@ -65,7 +65,7 @@ class Owners:
             for (number, index), leaf in zip(places[offset:], kept, strict=False)
         }
         self.parameters: dict[Value, int] = dict(self.places.values())
-        """Argument leaf of each array of the entry's parameters."""
+        """Argument leaf of each array of the parameters of the entry computation ("entry" for short)."""
         self.parameter_of = {leaf: value for value, leaf in self.parameters.items()}
         """Array of the entry's parameters by argument leaf, without leaves that the program dropped."""
         root = self.graph.instructions[self.graph.entry.root_id].proto
@@ -155,7 +155,7 @@ class Owners:
         return self._whole_buffer(space, allocation, "outputs", self.outputs[leaf], self.dataflow.phase(value), value)
 
     def _output_paths(self, result_paths: Mapping[Value, str]) -> dict[Value, str]:
-        """Return the paths of results, also by values that are only moved into them, and loop buffers of results."""
+        """Return the output path of each result, and of values that are only moved into one, such as loop buffers."""
         output_paths = dict(result_paths)
         frontier = list(output_paths)
         while frontier:
@@ -360,7 +360,7 @@ class _Matcher:
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def closest(self, output: Value, path: str, used_leaves: set[int]) -> int | None:
-        """Return the first free leaf of the output's shape and type whose path shares the longest end."""
+        """Return the leaf of the output's shape and type whose path shares the longest end, an unused one if any."""
         output_type, names = self._type(output), tuple(path.split("/"))
         for length in range(len(names), 0, -1):
             if candidates := self.by_suffix.get((output_type, names[-length:])):

@@ -1,4 +1,4 @@
-"""Decoder models of many families: configs, checkpoints, tokenizers, chat templates and generation."""
+"""Decoder models of many families: configs, checkpoints, tokenizers and generation."""
 
 from ..core import gguf_file as gguf_file
 from ..core import require_extra

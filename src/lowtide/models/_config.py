@@ -12,7 +12,11 @@ RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary frequencies beyond the length a model was pretrained on."""
+    """Scaling of rotary frequencies beyond the length a model was pretrained on.
+
+    Raises:
+        ConfigError: for a factor or a length out of range.
+    """
 
     rope_type: RopeType
     """``"linear"``, ``"dynamic"`` (NTK for the current length), ``"llama3"``, ``"yarn"`` or ``"longrope"``."""
@@ -29,7 +33,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     """yarn: frequencies with fewer rotations than this are fully scaled."""
     truncate: bool = True
-    """yarn: whether the bounds between both are rounded to whole dimensions."""
+    """yarn: whether `beta_fast` and `beta_slow`, converted to frequency indices, are rounded to integers."""
     attention_factor: float | None = None
     """yarn, longrope: factor on queries and keys; None: the default of the rule."""
     short_factor: tuple[float, ...] = ()
@@ -53,7 +57,11 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture of experts (MoE) that replaces the MLP of every block."""
+    """Mixture of experts (MoE) that replaces the MLP of every block.
+
+    Raises:
+        ConfigError: for a number or size below 1, or more experts per token than experts.
+    """
 
     num_experts: int
     """Number of experts per layer, E."""
@@ -79,7 +87,11 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and switches of a decoder; names as in Hugging Face where possible. The defaults are Llama's."""
+    """Sizes and switches of a decoder; names as in Hugging Face where possible. The defaults are Llama's.
+
+    Raises:
+        ConfigError: for a size that is too small, or sizes and switches that do not fit each other.
+    """
 
     vocab_size: int
     """Number of rows of the embedding, V."""

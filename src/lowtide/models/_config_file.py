@@ -29,7 +29,7 @@ _FAMILIES_HINT = f"check that --model names the right folder; supported architec
 
 
 def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
-    """Convert a parsed `config.json`; a field that switches on what Lowtide does not compute raises ModelFileError."""
+    """Convert a parsed `config.json`; ModelFileError for an unknown family, a bad value or an unsupported field."""
     from ._schema import NEUTRAL, ConfigFile, unhandled
 
     quantization_from_hf(raw, filename)  # raises for formats that are not read
@@ -90,9 +90,9 @@ def _decoder_fields(file: ConfigFile, family: Family, rope: RopeEntry, filename:
 
 
 def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Return a Hugging Face `config.json` with the same meaning in `transformers` 4 and 5, ready for JSON.
+    """Return the contents of a `config.json`, from which `transformers` 4 and 5 make the same model.
 
-    `dtype` is that of the stored weights. A switch that no model of the family has raises ConfigError.
+    `dtype` is that of the stored weights. A configuration that the family's files cannot express raises ConfigError.
     """
     family = family_of(config)
     file = {
@@ -164,7 +164,7 @@ def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping
 def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[str, Any]:
     """Split `rope_parameters` with one entry per layer type into `rope_parameters` and `local_rope`.
 
-    If all layers have one type, transformers 5 adds ``rope_theta`` null and ``rope_type`` default to these entries.
+    If all layers have one type, transformers 5 adds the keys ``rope_theta`` (null) and ``rope_type`` (default).
     """
     flat = dict(raw)
     entry: Any = raw.get("rope_parameters")
@@ -263,9 +263,9 @@ def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _token_ids(file: ConfigFile, name: str, filename: str, *, is_explicit: bool) -> tuple[Any, ...]:
-    """Return the ids of a special token, which may be absent, a number or a list; each must be in the vocabulary.
+    """Return the ids of a special token, which the file gives as a number, a list or null; ``(None,)`` without any.
 
-    A default of the family's class may be outside this vocabulary. It is then dropped, unless the file repeats it.
+    An id in the file that is not in the vocabulary raises ModelFileError. Such a default of the family is dropped.
     """
     value: Any = getattr(file, name)
     ids: list[int] = value if isinstance(value, list) else [] if value is None else [value]

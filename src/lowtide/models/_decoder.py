@@ -55,7 +55,7 @@ _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
         for name in "attn_q attn_k attn_added mlp_gate mlp_up mlp_gate_up mlp_out lora_low lora_scaled".split()
     )
 )
-"""Residuals that are saved for layers that are not recomputed: results of matrix products."""
+"""Policy for layers that are not recomputed: it saves only results of matrix products."""
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -92,10 +92,10 @@ class Decoder:
     compute_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     """Dtype of activations and matrix products (static); norms, rotary angles, softmax and loss use float32."""
     attention: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
-    """Attention implementation, as in `lowtide.ops.attention`, except in generation (static); None: the target's."""
+    """Implementation of `lowtide.ops.attention` (static), not used in generation; None: selected for the target."""
     tile_tokens: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Number of tokens per tile in recomputed layers, over one device's rows (static). None: enough to keep the target
-    busy. Smaller tiles need fewer bytes and, on a GPU, more time."""
+    """Number of tokens per tile in recomputed layers, over all rows of a device (static). None: enough to keep the
+    target busy. Smaller tiles need fewer bytes and, on a GPU, more time."""
 
     @property
     def stack(self) -> LayerStack:
@@ -106,6 +106,7 @@ class Decoder:
 
         Raises:
             StructureError: when `layers` come from `unstack`.
+            ConfigError: for an unknown `attention`, or a `tile_tokens` below 1.
         """
         if isinstance(self.layers, tuple):
             hint = "use the stacked decoder; only generate accepts the result of lowtide.models.unstack"
@@ -127,7 +128,7 @@ class Decoder:
             For instance ``model.layers.{layer}.self_attn.q_proj``.
 
         Raises:
-            KeyError: when the path has no module there, or is a router, which is not a linear layer in `transformers`.
+            KeyError: for a router, which is not a linear layer in `transformers`, and for a path without a module.
         """
         if path.endswith("/router"):
             raise KeyError(path)
@@ -161,10 +162,10 @@ class Decoder:
 
     @property
     def expert_parameters(self) -> dict[str, tuple[str, ...]]:
-        """Hugging Face parameters that hold all experts of a layer, with the modules whose outputs they contain.
+        """Hugging Face parameters that hold all experts of a layer, mapped to the paths of the modules in them.
 
         ``{layer}`` stands for the layer's index. If `external_name` of the modules contains ``{expert}``, the parameter
-        has shape [experts, out, in] with the modules' outputs concatenated, otherwise [experts, in, out].
+        has shape [experts, out, in] with the modules concatenated along ``out``, otherwise [experts, in, out].
         """
         return dict(family_of(self.config).expert_parameters)
 
@@ -195,6 +196,9 @@ def loss(
     Returns:
         The loss in nats per token, and metrics, with ``router_loss`` if that is computed.
 
+    Raises:
+        StructureError, ConfigError: as in `Decoder.stack` and `LayerStack.hidden`.
+
     Memory:
         Never the logits of all tokens: see `lowtide.losses.chunked_cross_entropy`.
     """
@@ -215,6 +219,9 @@ def logits(
         tokens: token ids, shape [B, T].
         segment_ids: document of each token; tokens attend only to their own document. None: one document per row.
         positions: position of each token in its document; None: 0 to T - 1.
+
+    Raises:
+        StructureError, ConfigError: as in `Decoder.stack`.
 
     Memory:
         ``B * T * V * 4`` bytes; training uses `loss`, which never holds all logits.
@@ -238,7 +245,7 @@ def head_logits(model: Decoder, h: Any) -> Float[Array, "B T V"]:
 
 
 def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32) -> Decoder:
-    """Create a decoder with random weights: normal with standard deviation 0.02, norms at one.
+    """Create a decoder with random weights: normal with standard deviation 0.02, norms at one, biases at zero.
 
     The standard deviation of projections into the residual stream is divided by sqrt(2 L), as in GPT-2.
 
@@ -275,10 +282,10 @@ def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute
 
 
 # Separate layers are for programs that read each layer once, such as a generation step. In a loop over stacked layers,
-# XLA for GPUs copies most weights of a layer out of the stack before it multiplies by them. So a token of one row reads
-# and writes the model three times. On an H200 (Qwen3-8B's shapes, bfloat16, JAX 0.11.2) a token takes 11.9 ms with
-# stacked layers and 5.2 ms with separate ones. Training multiplies each weight by thousands of rows, so the copies do
-# not matter there.
+# XLA for GPUs copies most weights of a layer out of the stack before it multiplies by them. So each new token moves the
+# model's bytes three times: read, write, read. On an H200 (Qwen3-8B's shapes, bfloat16, JAX 0.11.2) a token takes
+# 11.9 ms with stacked layers and 5.2 ms with separate ones. Training multiplies each weight by thousands of rows, so
+# the copies do not matter there.
 _split_stack = jax.jit(tuple)
 """Split a stacked array along its first axis, in one compiled program."""
 
@@ -291,8 +298,8 @@ def unstack(model: Decoder, *, donate: bool = False) -> Decoder:
         donate: whether to delete each stacked array as soon as its layers are copied.
 
     Returns:
-        The decoder, with `layers` a tuple of trees. `generate`, `generate_batch` and `stream` accept it; training,
-        saving and computing logits need stacked layers. A decoder that is already unstacked is returned unchanged.
+        The decoder, with `layers` a tuple of trees. `generate`, `generate_batch`, `stream` and `Conversation` accept
+        it; training, saving and computing logits need stacked layers. An unstacked decoder is returned unchanged.
 
     Raises:
         StructureError: when the leaves of the layers have no common leading axis.
@@ -457,7 +464,7 @@ def _dense(module: Tree, x: Array) -> Array:
 
 
 def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:
-    """Apply RMSNorm over the last axis, in float32."""
+    """Apply RMSNorm over the last axis: normalise in float32, return the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.rms_norm_eps)
     weight = jnp.expand_dims(weight_D, tuple(range(x.ndim - 1)))

@@ -31,8 +31,11 @@ def mixture(
     """Return the outputs of the MoE, the router's probabilities, and 1 for each chosen expert, else 0.
 
     Each device sorts its own rows. Along the mesh axis ``expert`` each device holds some experts: tokens are
-    all-gathered, and outputs are summed and scattered back. Memory: K rows per token of this device (of all devices
-    along ``expert``), and this device's experts of one layer, gathered along ``fsdp`` and ``data``.
+    all-gathered, and outputs are summed and scattered back. Raises ConfigError if the size of ``expert`` does not
+    divide E.
+
+    Memory: K rows for each token of this device, and with the axis ``expert`` for each token of all devices along it.
+    In addition the weights of this device's experts of one layer, gathered along ``fsdp`` and ``data``.
     """
     mesh = traced_mesh()
     axes = () if mesh is None else tuple(name for name in BATCH_AXES if mesh.shape.get(name, 1) > 1)
@@ -106,14 +109,14 @@ def _dispatch(
 
 
 def _gather_rows(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
-    """Gather rows in an order of all their copies, M = N * `copies`; `inverse_M` is the inverse of `order_M`."""
+    """Return M = N * `copies` rows: row m is ``x_ND[order_M[m] // copies]``. `inverse_M` inverts `order_M`."""
     del inverse_M
     return x_ND[order_M // copies]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_rows_custom_vjp(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
-    """Gather like `_gather_rows`; the backward pass gathers in the inverse order of the permutation."""
+    """Gather like `_gather_rows`; the backward pass gathers by `inverse_M` and adds up the copies of each row."""
     # XLA transposes a gather to a scatter, which is several times slower on a GPU.
     return _gather_rows(copies, x_ND, order_M, inverse_M)
 
@@ -179,7 +182,8 @@ def grouped_linear(
 
     Rows are sorted by expert, and `sizes_E` may sum to less than M. `weight` is [E, I, O] if `transposed`, or a node
     with a method ``grouped``, such as an adapter. `num_experts` counts the experts on all devices that share the rows.
-    Memory: the result; on a CPU one block's rows and weights, on a GPU the slab and copied weights (`_slab_product`).
+    Memory: the result. On a CPU also a padded copy of `x_MI` and one expert's weights. On a GPU also the slab and
+    copied weights (`_slab_product`).
     """
     grouped_method: Any = getattr(weight, "grouped", None)
     if grouped_method is not None:  # an adapter multiplies by the base weight and by its factors separately
@@ -291,7 +295,7 @@ class _Blocks:
         self.num_blocks = self._blocks_to_E[-1]
 
     def block(self, i: Any) -> tuple[Array, Array, Array]:
-        """Return the expert of block `i`, its first row, and how many rows of the expert begin there."""
+        """Return the expert of block `i`, the block's first row, and how many rows of the expert remain from it on."""
         # The first expert whose cumulative number of blocks exceeds `i`.
         expert = jnp.sum(self._blocks_to_E <= i)
         offset = (i - self._blocks_before_E[expert]) * self.max_length
@@ -315,7 +319,7 @@ class _Blocks:
 _ROW_MULTIPLE = 8
 """Rows of the slab and of tiles are a multiple of this, as tensor cores require."""
 _TILES = (16, 256)
-"""Rows of the shortest and of the longest tile that is used together with a slab."""
+"""Rows of the shortest and of the longest tile, if experts have at least 4 rows on average."""
 _MAX_TILES = 32
 _MAX_UNROLLED_STEPS = 4
 _COPIED_BYTES = 128 * 2**20
@@ -370,7 +374,8 @@ class _SlabPlan:
 
     def __init__(self, num_rows: int, num_experts: int, weight: Array | jax.ShapeDtypeStruct, sizes_E: Array) -> None:
         num_local_experts, mean = sizes_E.shape[0], num_rows // num_experts
-        # Slab: 9/8 of the mean, rounded up to the multiple. Tile: a power of two of at most a quarter of the mean.
+        # Slab: 9/8 of the mean, rounded up to the multiple. Tile: the largest power of two up to a quarter of the mean,
+        # clipped to `_TILES`.
         self.slab = 0 if num_rows < num_experts else -(-(mean + -(-mean // 8)) // _ROW_MULTIPLE) * _ROW_MULTIPLE
         self._tile_rows = (
             min(_TILES[1], max(_TILES[0], 1 << (mean // 4).bit_length() - 1)) if mean >= 4 else _ROW_MULTIPLE
@@ -413,7 +418,7 @@ class _SlabPlan:
         return expert_G, first_row_G[:, None] + offset_GC, is_valid_GC
 
     def loop_over_tiles(self, body: Callable[[Any, Array], Array], initial: Array) -> Array:
-        """Run `body` over all tiles; a few steps are unrolled, since the host must read a loop's condition."""
+        """Run `body` for each step; a few steps without a slab are unrolled, since the host reads loop conditions."""
         steps = -(-self._max_tiles // self._tiles_per_step)
         if steps <= _MAX_UNROLLED_STEPS and not self.slab:
             return functools.reduce(lambda out, i: body(i, out), range(steps), initial)

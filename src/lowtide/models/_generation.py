@@ -4,8 +4,8 @@ One compiled program processes prompts and another takes steps until all rows en
 to a few sizes, and values that vary between calls are traced. A token is sampled with the random key of its row and
 position, so it depends neither on the other rows nor on the padding.
 
-Shapes: B rows, P columns of prompts, S columns in all, T new tokens, E end tokens, D model, K key/value heads, H head,
-V vocabulary, L layers.
+Shapes: B rows, P columns of prompts, S columns in all, T tokens of a call, E end tokens, D model, K key/value heads,
+H head, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def generate(
         key: a JAX random key.
         temperature: divides the logits; 0 takes the most likely token.
         hidden: ``hidden(model, batch)`` returns the activations [B, T, D] of the last block, for a model whose layers
-            are not all on the device. It must be the same function object in each call. It processes all tokens again
-            for each new one. None: a KV cache is used.
+            are not all on the device. Each function object is compiled once. It processes all tokens again for each
+            new one. None: a KV cache is used.
 
     Returns:
         The prompt followed by the new tokens.
@@ -129,7 +129,7 @@ def generate_batch(
 
     Args:
         model: the decoder, with or without adapters, all of it on the device.
-        prompts: token ids of each prompt, at least one.
+        prompts: token ids of each prompt, at least one token per prompt.
         num_tokens: maximum number of new tokens.
         key: a JAX random key. With the same key, a prompt at the same index gets the same samples in any batch.
         sampling: sampling settings; None: `Sampling()`.
@@ -145,11 +145,12 @@ def generate_batch(
         NonFiniteError: from the iterator, when logits are not finite.
 
     Memory:
-        The keys and values of a batch (`cache_bytes`), with prompt and answer rounded up by at most a quarter; logits
-        [B, V] in float32; and one layer's activations of the longest prompt. Nothing grows with the number of prompts.
+        The keys and values of a batch (`cache_bytes`); logits [batch_size, vocab_size] in float32; and one layer's
+        activations of the longest prompt. The lengths of the prompt, and then of the whole text, are rounded up: to a
+        multiple of 16, above 64 by less than a quarter. Nothing grows with the number of prompts.
         A GPU copies a layer's weights at each step, unless the model is unstacked (`unstack`). The rotary scaling types
-        `longrope` and `dynamic` need activations, keys and values of all columns a second time. The reason is that
-        texts beyond the length of pretraining are recomputed: with `longrope` once, with `dynamic` for each token.
+        `longrope` and `dynamic` need activations, keys and values of all columns a second time. They recompute texts
+        beyond the length of pretraining: `longrope` once, `dynamic` for each token.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -204,8 +205,7 @@ def stream(
         An iterator of token ids.
 
     Raises:
-        ConfigError: as in `generate_batch`.
-        NonFiniteError: as in `generate_batch`.
+        ConfigError, NonFiniteError: as in `generate_batch`.
 
     Memory:
         As in `generate_batch`, with one row.
@@ -304,7 +304,7 @@ _sample_first = jax.jit(_first_state, static_argnames="switches", donate_argname
 def _advance(
     model: Decoder, state: _State, ends_E: Array, knobs: _Knobs, until: Array, switches: _SamplingSwitches
 ) -> _State:
-    """Take steps up to a column, or until all rows have ended."""
+    """Take steps up to a column, until all rows have ended, or until logits are not finite."""
 
     def is_running(state: _State) -> Array:
         return (state.cache.column + 1 < until) & ~jnp.all(state.is_done) & state.is_finite
@@ -371,7 +371,7 @@ def _padded_ends(ends: Sequence[int]) -> Int[Array, "E"]:
 
 
 def _round_up(length: int) -> int:
-    """Round a length up, above 16 by at most a quarter, so that few lengths are compiled."""
+    """Round a length up to a multiple of 16, above 64 by less than a quarter, so that few lengths are compiled."""
     # A length of n bits is at least 2 ** (n - 1), and the unit is 2 ** (n - 3): rounding adds less than a quarter.
     unit = max(16, 1 << max(length.bit_length() - 3, 0))
     return -(-length // unit) * unit
@@ -413,7 +413,7 @@ _FEWEST_COLUMNS = 1024
 
 
 class Conversation:
-    """Answers of one model to a growing text. This object is mutated: it holds the cache.
+    """Answers of one model to a growing text. Mutable: it holds the cache.
 
     Args:
         model: the decoder, with or without adapters, all of it on the device.
@@ -449,7 +449,8 @@ class Conversation:
         """Continue a text and yield each token as soon as it is sampled, like `lowtide.models.stream`.
 
         Args:
-            prompt: token ids of the whole text. The prefix in common with the previous text is not processed again.
+            prompt: token ids of the whole text. The prefix in common with the previous text is not processed again,
+                except with the rotary scaling types `longrope` and `dynamic`.
             num_tokens: maximum number of new tokens.
             key: a JAX random key.
             sampling: sampling settings; None: `Sampling()`.
@@ -459,8 +460,7 @@ class Conversation:
             An iterator of token ids.
 
         Raises:
-            ConfigError: for an empty prompt, tokens that are not in the vocabulary, or a number below 1.
-            NonFiniteError: from the iterator, when logits are not finite.
+            ConfigError, NonFiniteError: as in `lowtide.models.generate_batch`.
         """
         sampling = Sampling() if sampling is None else sampling
         _check_prompts(self._model, [prompt], num_tokens, 1, 1)
@@ -617,8 +617,8 @@ def _filter_logits(logits_BV: Array, knobs: _Knobs) -> Array:
 # The KV cache: a new token costs the work of one token. A scan over the layers carries two stacked arrays, the keys and
 # values of all layers. XLA updates them in place: a step writes one column and copies nothing. After `unstack` they are
 # tuples and the loop over layers is unrolled. Prompts of different lengths end in the same column: shorter ones are
-# padded on the left with segment 0 in place of 1, which no token attends to. A layer with a sliding window holds as
-# many columns as the others.
+# padded on the left. Padding has segment 0 in place of 1, so no token attends to it. A layer with a sliding window
+# holds as many columns as the others.
 # With the rotary scaling types `dynamic` and `longrope`, one more token may change the frequencies of all earlier
 # tokens. This changes their keys, and the values of every layer beyond the first. `_recompute_rows` recomputes both:
 # with `longrope` once, when a row grows beyond the length of pretraining; with `dynamic` at each token from there on.
@@ -648,7 +648,7 @@ def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype
         compute_dtype: dtype of the cached keys and values.
 
     Returns:
-        ``2 * L * B * S * K * H`` times the bytes per element.
+        ``2 * num_layers * num_rows * length * num_kv_heads * head_dim`` times the bytes per element.
 
     Examples:
         >>> cache_bytes(DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2,
@@ -660,7 +660,7 @@ def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype
 
 
 def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> _Cache:
-    """Create an empty cache with as many columns as there are segments."""
+    """Create an empty cache with the rows and columns of `segments_BS`."""
     config = model.config
     shape = (*segments_BS.shape, config.num_kv_heads, config.head_dim)
     if isinstance(model.layers, tuple):
@@ -685,7 +685,7 @@ def prefill(
 def step(
     model: Decoder, tokens_B1: Int[Array, "B 1"], positions_B1: Int[Array, "B 1"], cache: _Cache
 ) -> tuple[Float[Array, "B V"], _Cache]:
-    """Append one token to each row and return the logits of the next tokens, in float32."""
+    """Append tokens to each row (one, or a chunk of a prompt) and return the float32 logits of the next tokens."""
     query_segments = jax.lax.dynamic_slice_in_dim(cache.segments, cache.column, tokens_B1.shape[1], axis=1)
     mask = AttentionMask(segment_ids=(query_segments, cache.segments), start=cache.column)
     h_BTD, cache = _apply_layers(model, tokens_B1, positions_B1, cache, mask, reads_cache=True)

@@ -1,8 +1,8 @@
 """Quantised weights of a directory that other software wrote: their scheme, their tensors, and how a weight is read.
 
-A weight is read as the parts of a `QuantizedWeight` in Lowtide's layout, or as a dequantised array. Views of tensors
-have the shapes of these parts. They are read in pieces of bounded size: each implements `Readable`, like a tensor of a
-file. Grouping reads no weights, only tensors that describe the storage: JSON, tables and layout flags of bitsandbytes.
+A weight is read as the parts of a `QuantizedWeight` in Lowtide's layout, or as a dequantised array. The classes
+`_RowMajor`, `_Number`, `_Grid` and `_Spread` show tensors of a file in the shapes of these parts. They are `Readable`,
+and read in pieces of bounded size. Grouping reads only tensors that describe the storage: JSON, tables, layout flags.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
         _check_vector(nested, -(-count // 256), "F32")
         _check_table(_pop_tensor(tensors, f"{name}.nested_quant_map", raw), dynamic_map())
     # `QuantizedWeight` has blocks within a row, but blocks of bitsandbytes may continue into the next row. Then shorter
-    # blocks, whose length divides both, repeat the scale of the block that they come from (`_Spread`).
+    # blocks, whose length divides the row and the block, repeat the scale of the block that they come from (`_Spread`).
     block = math.gcd(inner, state.blocksize)
     if block < 8:
         raise _error(weight, "rows of a multiple of 8 weights", f"{inner}, in blocks of {state.blocksize}")
@@ -367,8 +367,8 @@ def _error(source: Source, expected: str, got: Any) -> ModelFileError:
 def _elements(source: Source, start: int, stop: int, dtype: Any) -> np.ndarray:
     """Read consecutive elements of a tensor that is a vector, a column, a row or a number.
 
-    The bytes are reinterpreted as `dtype`, in which `start` and `stop` count. A byte holds two 4-bit elements, the high
-    half first.
+    The bytes are reinterpreted as `dtype`; `start` and `stop` count elements of that dtype. A byte holds two 4-bit
+    elements, the high half first.
     """
     element_dtype = np.dtype(dtype)
     is_half = element_dtype == jnp.uint4
@@ -438,12 +438,12 @@ class _Number:
 
 @dataclasses.dataclass(frozen=True)
 class _Grid:
-    """Scales [out, blocks] of which the file stores one for several rows."""
+    """Scales [out, blocks]; the file stores each of them once for several rows."""
 
     source: Source
     shape: tuple[int, ...]
     rows: int
-    """Number of rows that share a scale; all rows if the matrix has only one."""
+    """Number of rows that share a scale; all rows if the matrix has only one scale."""
     factor: float = 1.0
     itemsize: int = 8
 

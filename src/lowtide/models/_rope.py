@@ -3,7 +3,7 @@
 Shapes: B batch, T sequence, N heads, H head, R the rotated part of a head.
 
 Sources: Su et al., "RoFormer" (arXiv:2104.09864). Llama 3.1's reference code for `llama3`. Peng et al., "YaRN"
-(arXiv:2309.00071), whose section 3.1 also has the dynamic rule. Ding et al., "LongRoPE" (arXiv:2402.13753).
+(arXiv:2309.00071), which also describes the dynamic rule. Ding et al., "LongRoPE" (arXiv:2402.13753).
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def _depends_on_length(config: DecoderConfig) -> bool:
 
 
 def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Array | None:
-    """Return which documents' last token changed the frequencies of earlier tokens, [B]; None: this never happens."""
+    """Return for each document whether its last token changed the frequencies of its earlier tokens, [B].
+
+    None if frequencies do not depend on the length.
+    """
     scaling = config.rope_scaling
     if scaling is None or not _depends_on_length(config):
         return None

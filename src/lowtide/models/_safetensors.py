@@ -41,7 +41,7 @@ from ..core import (
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """NumPy names of the dtypes in safetensors headers."""
 _OTHER_ITEMSIZES = {"U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
-"""Bytes per element of other dtypes; quantised weights are stored in those of 8 bits, among others."""
+"""Bytes per element of other dtypes, which occur in checkpoints of quantised weights."""
 
 
 class Readable(Protocol):
@@ -93,13 +93,13 @@ class Source:
 
     @functools.cached_property
     def _start(self) -> int:
-        """Return the tensor's offset in the file; safetensors has already checked the header."""
+        """Return the tensor's offset in the file, in bytes; safetensors has already checked the header."""
         with open(self.file, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             return 8 + length + json.loads(file.read(length))[self.name]["data_offsets"][0]
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Copy a part of the tensor into host memory, and nothing else; 8-bit floats are returned as their bits."""
+        """Copy only this part of the tensor into host memory; 8-bit floats (E4M3) are returned as uint8."""
         if self.dtype == "F8_E4M3":  # the library has no NumPy dtype for it
             return np.array(np.memmap(self.file, np.uint8, "r", self._start, self.shape)[index])
         return np.asarray(self.handle.get_slice(self.name)[index] if index else self.handle.get_tensor(self.name))
@@ -225,7 +225,7 @@ def write_model(
 ) -> None:
     """Write a model's weights and other files, including `config.json`, and replace an older model in the directory.
 
-    After an OutputError an older model is intact. Host memory: a few pieces of at most 64 MiB, or of one row.
+    If this fails before the final renames, the older model is intact. Host memory: a few pieces (`PIECE_BYTES`).
     """
     for tensor in tensors:
         hint = "cast the model before it is saved"
@@ -277,7 +277,7 @@ def _split_into_shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[
 
 
 def _unused_names(directory: Path, count: int) -> list[str]:
-    """Return shard names that no file has; files that an index lists are never overwritten."""
+    """Return shard names that no file has, to overwrite no shard of an older model; a single shard is `SINGLE`."""
     if count == 1:
         return [SINGLE]
     prefixes = itertools.chain([""], (f"{generation}-" for generation in itertools.count(2)))

@@ -138,7 +138,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
     "norm_type": ("rmsnorm", "rms_norm"),
 }
-"""Fields that may only have these values, which have no effect."""
+"""Fields that must be null or have one of these values, which have no effect."""
 
 
 def unhandled(
@@ -146,7 +146,7 @@ def unhandled(
 ) -> dict[str, Any]:
     """Return the fields that are switched on and would compute something that Lowtide does not.
 
-    For a section of the file, `known_fields` is None: all its fields are read.
+    `known_fields` are those that the family reads; with None, for a section of the file, all fields of the schema.
     """
     values: dict[str, Any] = {**(file.model_extra or {})}
     harmless = _HARMLESS | {"local_rope"}
@@ -214,7 +214,7 @@ class _TokenizerModel(_File):
 
 
 class TokenizerFile(_File):
-    """`tokenizer.json`, checked as far as its sizes; the tokenizers library reads the rest."""
+    """`tokenizer.json`: types and sizes of its parts; the tokenizers library checks the rest."""
 
     version: str | None = None
     truncation: dict[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 A file can make the tokenizers library, written in Rust, abort the process, which no `except` catches: by a stack
 overflow, a failed allocation or a panic. So this module first checks JSON, depth, ids and sizes. Then a subprocess
-loads the file and encodes a line of text. This costs a tenth of a second, or a second load for a large vocabulary.
+loads the file and encodes a line of text. This takes about 0.1 s, or as long as a second load of a large vocabulary.
 """
 
 from __future__ import annotations

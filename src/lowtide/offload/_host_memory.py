@@ -53,7 +53,8 @@ def to_host(tree: Tree, where: Selector = "**") -> Tree:
         where: selects the leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
 
     Returns:
-        The tree; arrays keep their devices and sharding, with the memory kind ``pinned_host``.
+        The tree; arrays keep their devices and sharding, with the memory kind ``pinned_host``. A leaf on a compile-only
+        GPU, which has no host memory, stays there, with a `PlacementWarning`.
 
     Raises:
         SelectionError: when `where` selects nothing.
@@ -128,7 +129,7 @@ def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mes
     Args:
         tree: a pytree of arrays, `jax.ShapeDtypeStruct`s, shardings, or (with `mesh`) `PartitionSpec`s.
         match: a regular expression for whole tree paths, such as ``.*/(mu|nu)/.*``.
-        kind: memory kind of the leaves that it matches: ``pinned_host``, ``unpinned_host`` or ``device``.
+        kind: memory kind of the matching leaves: ``pinned_host``, ``unpinned_host`` or ``device``.
         mesh: mesh of `PartitionSpec`s, and of leaves without a sharding, which are replicated on it. Without a mesh
             such leaves go to JAX's default device.
 

@@ -91,12 +91,12 @@ _ATTENTION = "dot_product_attention"
 def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Name the matrix products, convolutions and attention outputs of a function for `checkpoint`.
 
-    A product with a parameter is named after the parameter's path within its argument, without a final ``weight`` or
-    ``kernel``: ``attn/q_proj``. JAX's attention is ``dot_product_attention`` (and ``dot_product_attention/scores``,
-    where XLA computes them). A function with a custom derivative rule gives its name. Any other product is ``dot_0``,
-    ``dot_1``, … after its named scopes: ``mlp/dot_0``. Existing names are kept. If a product is cast to a smaller dtype
-    right away, the name goes to the result of the cast, which has fewer bytes. `lowtide.offload.names` lists the names
-    of a function.
+    A product with a parameter is named after the parameter's path within its argument, without a final ``weight``,
+    ``kernel`` or ``value``: ``attn/q_proj``. JAX's attention is ``dot_product_attention`` (and
+    ``dot_product_attention/scores``, where XLA computes them). A kernel, and a function with a custom derivative rule
+    and a product inside, give their names to their results. Any other product is ``dot_0``, ``dot_1``, … (a convolution
+    ``conv_0``, …) after its named scopes: ``mlp/dot_0``. Existing names are kept. If a product is cast to a smaller
+    dtype right away, the name goes to the result of the cast. `lowtide.offload.names` lists the names of a function.
 
     Args:
         fn: a function of any arguments. Its arrays are traced as by `jax.jit`; other arguments (numbers, text,
@@ -307,7 +307,7 @@ class Names:
     """The named values of a function, in program order; iterates over its rows."""
 
     rows: tuple[Name, ...]
-    """One row for each name and shape."""
+    """One row for each name, shape and dtype."""
 
     def __iter__(self) -> Iterator[Name]:
         return iter(self.rows)
@@ -316,8 +316,8 @@ class Names:
         return len(self.rows)
 
     def __getitem__(self, name: str) -> Name:
-        """Return the first row of a name."""
-        return next(row for row in self.rows if row.name == name)
+        """Return the first row of a name; `KeyError` for an unknown one."""
+        return {row.name: row for row in reversed(self.rows)}[name]
 
     def __str__(self) -> str:
         if not self.rows:
@@ -347,7 +347,7 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
         **kwargs: its keyword arguments.
 
     Returns:
-        One row for each name and shape; `str` formats them as a table.
+        One row for each name, shape and dtype; `str` formats them as a table.
 
     Memory:
         None. `bytes` of a row is the cost of saving it on the device or offloading it to the host. Inside a
@@ -483,8 +483,9 @@ def checkpoint(
     Raises:
         ConfigError: when no argument is given, a regular expression is invalid, or two arguments claim one name.
         SelectionError: while tracing: for a name or pattern that no value has.
-        PlacementError: while tracing: for a value that JAX cannot keep (inside a `custom_vjp`, whose rule decides), or
-            that is already on the host; on a GPU, if XLA reads offloaded values of a scan in the wrong order.
+        PlacementError: while tracing: for a value that JAX cannot keep (inside a `custom_vjp`, whose rule decides; a
+            `PlacementWarning` if the pattern also matches others), or that is already on the host; on a GPU, if XLA
+            reads offloaded values of a scan in the wrong order.
 
     Memory:
         Between forward and backward pass the device holds the arguments of `fn` and the saved values, and the host

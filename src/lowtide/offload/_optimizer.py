@@ -96,9 +96,10 @@ def optimizer(
             `jax.vmap`, under differentiation, in a branch, or inside a `jax.shard_map` with ``check_vma``.
 
     Warns:
-        PlacementWarning: from ``update``: when selected leaves are larger than a block and cannot be cut (or must not
-            be, on a mesh without `shardings`); when traced for a compile-only device without host memory; or for a TPU
-            with leaves of 8 or 4 bits that its compiler would copy whole.
+        PlacementWarning: from ``init``, for sharded parameters without `shardings`. From ``update``: when selected
+            leaves are larger than a block and cannot be cut (or must not be, on a mesh without `shardings`); when
+            traced for a compile-only device without host memory; or for a TPU with leaves of 8 or 4 bits that its
+            compiler would copy whole.
 
     Memory:
         Per step, in addition to the parameters and gradients: the host holds one copy of the selected state, the device
@@ -352,7 +353,7 @@ def num_devices(tree: Tree) -> int:
 
 
 def explicit_shardings(tree: Tree) -> Tree:
-    """Return the shardings of traced leaves whose mesh has explicit axes (they are in the type); else None.
+    """Return the shardings that are part of the leaves' types, as a tree; None unless all axes of meshes are explicit.
 
     Args:
         tree: arrays, traced or not.
@@ -399,8 +400,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
 
     Returns:
         A tree like ``tx.init(params)`` of shardings with memory kinds. A leaf whose path ends in a parameter's path and
-        that has its shape is sharded like the parameter. Other leaves are replicated. Leaves that `optimizer` moved are
-        ``pinned_host``.
+        that has its shape is sharded like the parameter, as are codes of low-precision state, and their scales where
+        possible. Other leaves are replicated. Leaves that `optimizer` moved are ``pinned_host``.
 
     Raises:
         PlacementError: when a parameter has no sharding.

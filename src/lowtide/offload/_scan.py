@@ -7,8 +7,8 @@ gradient in place into a stack on the host. JAX and XLA determine the following 
 - The gradient of a host leaf is a host value: JAX requires a cotangent to have the memory space of its primal.
 - The gradient's stack is the loop's stacked output. XLA allocates it in host memory and does not clear it on the device
   first. It becomes the program's output without a second copy.
-- With `prefetch` the next slice is part of the carry, so its copy can overlap with the whole layer. Without it, XLA
-  overlaps only the copies inside a layer with their uses.
+- With `prefetch` the next slice is part of the carry, so its copy can overlap with the whole layer. Without it, a copy
+  can overlap only with the operations of its own layer that do not read it.
 
 Limits. Reverse mode only, as for every `jax.custom_vjp`. With `prefetch`, each pass fetches one slice more than there
 are layers: omitting the fetch in the last iteration would mean compiling the body twice.
@@ -45,7 +45,7 @@ def scan(
     prefetch: bool = True,
     inputs: Literal["device", "host"] = "device",
 ) -> tuple[Tree, Tree]:
-    """Run `jax.lax.scan` with `xs` in host memory, layer by layer on the device, and recompute in the backward pass.
+    """Run `jax.lax.scan` with `xs` in host memory, layer by layer; the backward pass recomputes each layer.
 
     Args:
         body: ``body(carry, x) -> (carry, y)``, as for `jax.lax.scan`. It receives its slice in device memory. It may

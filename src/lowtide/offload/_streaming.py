@@ -100,8 +100,8 @@ def plan(
     """Trace a function and divide it into groups of leaves; arguments as in `stream`, `fold` as in `separate`.
 
     Returns:
-        The plan. Its `groups` contain the number of leading axes of each that may be cut, and the operation that
-        prevents more.
+        The plan. Each of its `groups` has the number of leading axes that may be cut (`rows`), and the operation that
+        prevents more (`blocked_by`).
 
     Raises:
         StructureError: when the result does not have the structure that `replaces` returns.
@@ -159,7 +159,7 @@ def is_part() -> bool:
 
 
 def is_taken_apart() -> bool:
-    """Return whether a function is being traced for analysis; the caller then decides how it runs."""
+    """Return whether a function is being traced for analysis, in which loops would hide the computation."""
     return _is_analysed.get()
 
 
@@ -185,7 +185,8 @@ def stream(
 ) -> Tree:
     """Call ``fn(*args)`` with arguments in host memory, with a few blocks at a time on the device.
 
-    Inside a function that another `stream` traces, this calls `fn` directly, and the outer loops apply.
+    Inside a function that another `stream` traces, this calls `fn` directly, and the outer loops apply. A
+    `PlacementWarning` names effects of `fn`, which are left out, and arrays that a TPU has to move whole.
 
     Args:
         fn: a function of trees of arrays, such as ``tx.update``.
@@ -196,7 +197,7 @@ def stream(
         chunk_bytes: approximate bytes that one block moves from the host; rows are cut in multiples of the hardware's
             tiles.
         by_leaf: whether to cut nothing: each group is on the device whole while it is updated.
-        shardings: a tuple like `args` of trees of `jax.sharding.NamedSharding` or None, or None.
+        shardings: None, or a tuple like `args` with a `jax.sharding.NamedSharding` or None for each leaf.
         prevented: why nothing can be cut, or None.
         declared: flat positions of leaves that count as host leaves although their type does not show it.
         on_fallback: called with the paths (position of the argument first) of a group that is larger than a block and
@@ -345,9 +346,9 @@ def _buffer_for(program: Program, leaf: Any, value: int) -> Any:
 def _mesh_rows(
     group: Group, replaced: Sequence[int], leaf_shardings: Mapping[int, Any]
 ) -> tuple[int, Any, Any, str | None]:
-    """Return how many axes of a group may be cut on a mesh, and the reason if the group has to stay whole (last).
+    """Return the number of a group's axes that may be cut, a mesh, its partition of them, and what prevents a cut.
 
-    The mesh and the partition of these axes come between; they are None unless the loop has to run on shards.
+    Mesh and partition are None unless the loop has to run on shards. The last value is None if axes may be cut.
     """
     if not group.rows:
         return 0, None, None, f"of the operation {group.blocked_by}"

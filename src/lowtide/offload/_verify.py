@@ -119,12 +119,13 @@ def verify(
         The placement, with notes on checks that this platform's compiler does not allow.
 
     Raises:
-        PlacementError: listing every leaf in the wrong memory; host arguments that XLA does not count for the host;
-            donated host leaves that no output reuses; host leaves that live twice, because they are not donated and
-            their results are not gradients; shards of host leaves that are gathered; a program that reads host leaves
-            but copies nothing between the memories; or bytes beyond the given bounds.
+        PlacementError: for leaves in the wrong memory; host arguments that XLA does not count for the host; donated
+            host leaves that no output reuses; host leaves that live twice, because they are not donated and their
+            results are not gradients; shards of host leaves that are gathered; a program that reads host leaves but
+            copies nothing between the memories; or bytes beyond the given bounds. It lists the first 12 problems. Also
+            for host leaves in a `jax.stages.Compiled` for a compile-only GPU.
         SelectionError: when a glob matches no argument or output.
-        ConfigError: for a memory other than ``host`` and ``device``.
+        ConfigError: for another object than a compiled program, or a memory other than ``host`` and ``device``.
 
     Memory:
         Reads the compiler's report; allocates nothing on a device.

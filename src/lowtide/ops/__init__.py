@@ -1,9 +1,5 @@
 """Attention and maps over tokens with small intermediate arrays, implemented for the target of the traced program."""
 
-from ._attention import attention as attention
-from ._attention import attention_implementation as attention_implementation
-from ._options import AttentionMask as AttentionMask
-from ._options import Implementation as Implementation
-from ._tiled_map import tiled_map as tiled_map
+import lazy_loader
 
-__all__ = ["AttentionMask", "Implementation", "attention", "attention_implementation", "tiled_map"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,8 +1,8 @@
 """Attention with an implementation selected for the device that the program is traced for.
 
-On a GPU in half precision it is cuDNN's fused kernel through `jax.nn.dot_product_attention`, without a soft cap or
-sinks. On a TPU it is JAX's splash attention (`_splash`). Elsewhere it is blocks of XLA's operations (`_blocks`). Few
-queries, and derivatives of every kind, take all scores at once (`attend_with_scores`).
+On a GPU in half precision, with neither a soft cap nor sinks, it is cuDNN's fused kernel through
+`jax.nn.dot_product_attention`. On a TPU it is JAX's splash attention (`_splash`). Elsewhere it is blocks of XLA's
+operations (`_blocks`). Few queries take all scores at once (`attend_with_scores`), which has derivatives of every kind.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, M = G T, H head.
 
@@ -37,10 +37,10 @@ from ..core import (
 )
 from ..core._compat import has_cudnn
 from ._blocks import attend_in_blocks, wide_dtype
+from ._implementations import Implementation
 from ._options import (
     CAUSAL,
     AttentionMask,
-    Implementation,
     ScoreOptions,
     check_arrays,
     check_mask,
@@ -99,8 +99,8 @@ def attention(
         implementation: ``"cudnn"`` or ``"splash"`` (JAX's kernel for TPUs); ``"blocks"`` of XLA's operations; or
             ``"xla"`` with all scores at once. Only ``"xla"`` has forward-mode derivatives (`jax.jvp`, `jax.linearize`,
             `jax.hessian`); JAX refuses them for the others. None selects one. On a GPU it is cuDNN's kernel where that
-            can compute this. Rows of 16,384 tokens and more with segments are left to blocks, since cuDNN takes
-            segments as a mask. On a TPU it is splash where that can compute this, in rows of 1,024 tokens and more.
+            can compute this. Rows of 16,384 tokens and more with segments or a traced mask go to blocks, as cuDNN
+            takes these as arrays. On a TPU it is splash where that can compute this, in rows of 1,024 tokens and more.
             Else it is blocks, or all scores for fewer than 64 queries. In a program for several TPUs each one runs the
             kernel if a mesh is known that shards rows and heads: that of a trainer, of `jax.set_mesh` or of
             `jax.shard_map` (``check_vma=False``). Else they share blocks.
@@ -110,10 +110,11 @@ def attention(
         gradients: its row is padding, and nothing reads its result.
 
     Raises:
-        ConfigError: for shapes or dtypes that do not fit; a window below 1; causal attention whose numbers of queries
-            and keys differ, if the mask has no `start`; an implementation that cannot compute this here; or an axis
-            ``context`` that does not divide tokens or query heads. Values that the program computes are not checked:
-            with a traced window of 0 a query sees nothing.
+        ConfigError: for shapes or dtypes that do not fit; an invalid mask, such as a window below 1; an invalid scale
+            or soft cap; causal attention whose numbers of queries and keys differ, if the mask has no `start`; an
+            implementation that is unknown or cannot compute this here; or an axis ``context`` that does not divide
+            tokens or query heads. Values that the program computes are not checked: with a traced window of 0 a query
+            sees nothing.
 
     Memory:
         cuDNN: [B, N, T] of the forward pass; with segments a mask [B, 1, T, T]. Blocks: float32 scores of one block of

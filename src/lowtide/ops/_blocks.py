@@ -374,7 +374,7 @@ class _Pair(NamedTuple):
     row: Any
     """The first query."""
     own_row: Any
-    """The first query that is not in the block before, too."""
+    """The first query that no other block has."""
     column: Any
     own_column: Any
     is_first: Any

@@ -1,4 +1,4 @@
-"""Settings of attention, and their checks: which keys a query sees, how scores are computed, names of implementations.
+"""Settings of attention, and their checks: which keys a query sees, and how scores are computed.
 
 The errors name the array, mask or score that does not fit.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..core import ConfigError, check_number, is_count
-
-Implementation = Literal["cudnn", "splash", "blocks", "xla"]
-"""Name of an implementation of attention."""
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
@@ -64,7 +61,7 @@ class AttentionMask:
 
     @property
     def is_static(self) -> bool:
-        """Whether the mask is known at trace time, so that kernels need no mask array."""
+        """Whether the mask is known at trace time and has no segments."""
         return self.segment_ids is None and not isinstance(self.window, jax.Array) and isinstance(self.first_query, int)
 
     def to_array(self, num_queries: int, num_keys: int) -> Array:

@@ -84,7 +84,7 @@ def unsupported_reason(q: Array, k: Array, mask: AttentionMask, scores: ScoreOpt
 
 def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
     """Return the size of blocks that divide queries and keys; 0 for none, or too many for a chip's scalar memory."""
-    # If large blocks are few, or lie along a narrow window, more of them is masked than visible.
+    # If large blocks are few, or lie along a narrow window, more of their scores are masked than visible.
     is_narrow = isinstance(window, int) and window < _SIZES[0]
     sizes = _SIZES[1:] if is_narrow or min(length, num_keys) < 4 * _SIZES[0] else _SIZES
     size = next((size for size in sizes if not length % size and not num_keys % size), 0)
@@ -155,7 +155,7 @@ def _shard_over_mesh(
 
 
 def _mesh_axes(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the mesh axes that shard rows and heads; None if other axes are left, or if they do not divide."""
+    """Return the mesh axes that shard rows and heads; None if they do not divide evenly, or another axis remains."""
     if mesh is None:
         return None
     manual = getattr(mesh, "manual_axes", ())

@@ -73,7 +73,7 @@ def tiled_map(
             tiles.
         x: arrays of the tokens [B or 1, T, ...], of which the first has the activations [B, T, D].
         width: numbers per token of the widest array that `fn` makes.
-        share: the part of the tokens that a weight is multiplied by, below 1 for experts.
+        share: fraction of the tokens that a weight is multiplied by, below 1 for experts.
         size: tokens of a tile, of all rows of one device together. None means as many as keep the chip busy, and no
             tiles if they would save little or on a mesh with explicit axes.
 
@@ -82,8 +82,8 @@ def tiled_map(
 
     Raises:
         ConfigError: for a `size` that is not a number of tokens, or that is given on a mesh with explicit axes; for an
-            invalid `width` or `share`; for arrays or results without tokens; and inside of a `jax.shard_map` for a
-            function that closes over arrays that are the same on all devices.
+            invalid `width` or `share`; for arrays or results without tokens; for `params` that are not arrays; and
+            inside of a `jax.shard_map` for a function that closes over arrays that are the same on all devices.
 
     Memory:
         With several tiles the backward pass keeps `params` and `x`. Arrays of the full width are those of one tile,
@@ -123,7 +123,7 @@ def tiled_map(
 
 
 def _capture_tracers(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> tuple[_Static, list[Any]]:
-    """Make leaves of the tracers that the function closes over, whose derivatives JAX would not find otherwise."""
+    """Turn tracers that the function closes over into leaves, as JAX would not find their derivatives otherwise."""
     dense_weights = jax.eval_shape(lambda leaves, x: _dequantize_weights(static, leaves, x), list(leaves), list(x))
     closed, captured = dict[int, tuple[ConvertedClosure, int]](), list[Any]()
     for size in {static.size, x[0].shape[1] % static.size} - {0}:

@@ -1,7 +1,7 @@
 """Low-precision optimizer state, and bfloat16 weights updated as if they were wider, for any Optax optimizer.
 
-The wrapped transformation sees its state in float32. Between two steps the state is packed. XLA decodes the state
-inside the update, so that no float32 copy of it exists. Limits: an update that changes a number by less than half of
+Between two steps the state is packed; the wrapped transformation gets it decoded. XLA decodes it inside the update, so
+that no decoded copy of the whole state exists. Limits: an update that changes a number by less than half of
 the distance between two codes has no effect. In bfloat16, stochastic rounding makes many such changes add up to the
 right sum on average. Blocks run along the last axes: a mesh that shards these axes should give whole blocks to each
 device.
@@ -55,8 +55,9 @@ from ..offload import (
     traced_program,
     without_explicit_axes,
 )
+from ._formats import FORMATS
 from ._one_pass import has_triton, in_one_pass
-from ._packed import BFLOAT16, FORMATS, PackedArray, is_packed, refuse_derivatives, scales_of
+from ._packed import BFLOAT16, PackedArray, is_packed, refuse_derivatives, scales_of
 from ._selection import check_bits, moments, optimizer_paths, parse_patterns
 from ._weights import convert_residuals, init_residuals, is_narrow, narrow_updates, require_bfloat16, widen
 
@@ -72,14 +73,14 @@ class LowPrecisionState(NamedTuple):
     """Number of steps so far; stochastic rounding depends on it."""
     inner: Tree
     """State of the wrapped transformation, with a `PackedArray` in place of each packed array."""
-    rests: Tree = ()
+    residuals: Tree = ()
     """Residuals of bfloat16 parameters: the numbers that they represent minus the stored numbers. None where no
     residual is kept; an empty tuple without ``weights``."""
 
     @property
-    def has_rests(self) -> bool:
+    def has_residuals(self) -> bool:
         """Whether the state was made with ``weights``."""
-        return not (isinstance(self.rests, tuple) and not self.rests)
+        return not (isinstance(self.residuals, tuple) and not self.residuals)
 
 
 def low_precision(
@@ -95,15 +96,16 @@ def low_precision(
     """Store an optimizer's state in 8 or 4 bits, or in bfloat16; update bfloat16 weights as if they were wider.
 
     Args:
-        tx: any Optax transformation; chains and wrappers go inside.
+        tx: any Optax transformation. Chains and wrappers go inside, except those that leave the state unchanged in
+            some steps (see Returns).
         format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
             (e4m3, blocks of 256), ``4bit`` (companded, blocks of 64; no second moment is 0) or ``bfloat16``
             (stochastically rounded). Or a mapping of regular expressions on paths to these formats, which replaces
             `match`; the first expression that matches a path decides. Or None, with `weights` alone.
         weights: for bfloat16 parameters, which otherwise lose updates smaller than 1/256 of their value. ``split``
             keeps the residual of each weight in 8 bits, which replaces a float32 copy; ``kahan`` keeps it in bfloat16;
-            ``stochastic`` keeps no residual and rounds weights stochastically. The transformation then sees parameters
-            and gradients in float32, and its updates are bfloat16. Apply them unchanged with `optax.apply_updates`.
+            ``stochastic`` keeps no residual and rounds weights stochastically. The transformation then gets parameters
+            and gradients in float32, and the updates are bfloat16. Apply them unchanged with `optax.apply_updates`.
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``. It has to match the
             whole path, with or without slashes around it (``/0/mu/``). The floating-point arrays that it selects are
             packed. The default selects the moments of Optax's optimizers (``mu``, ``nu``, ``nu_max``, ``m1``,
@@ -117,28 +119,31 @@ def low_precision(
     Returns:
         A transformation whose state holds packed leaves. Its updates are those of `tx` for the decoded state.
         Call it under `jax.jit` with the state donated. Wrappers that leave the state unchanged in some steps, such as
-        `optax.MultiSteps`, should stay outside where possible: an unchanged state is then not decoded.
+        `optax.MultiSteps`, work inside, too, but should stay outside: an unchanged state is then not decoded.
 
     Raises:
-        ConfigError: for an invalid `tx`, format, regular expression or size, and for a `match` together with a
-            mapping; from ``init`` for `weights` without bfloat16 parameters, and for moments that do not tolerate
-            the format (centered RMSProp's; in 8 bits Momo's and AdEMAMix's slow mean; in 4 bits D-Adaptation's); from
-            ``update`` for `weights` without parameters.
+        ConfigError: for an invalid `tx`, format, regular expression, size, seed or leaf of `shardings`, for neither a
+            format nor `weights`, and for a `match` without effect. From ``init``: for `weights` without bfloat16
+            parameters, a second `low_precision` inside, a selected leaf in host memory, and moments that do not
+            tolerate the format (centered RMSProp's and `lt.train.ema`'s; in 8 bits Momo's and AdEMAMix's slow mean; in
+            4 bits D-Adaptation's). From ``update``: for `weights` without parameters.
         SelectionError: from ``init``, when no leaf of the state is selected.
-        StructureError: from ``update``, for a state of another transformation or of other parameters, and for
-            `shardings` of another structure. Also for a derivative through the packed state, as in meta-learning.
+        PlacementError: from ``update``, for a state in host memory.
+        StructureError: from ``update``, for a state of another transformation or of other parameters, for gradients or
+            `shardings` of another structure, for a `tx` that changes the structure of its state, and for a derivative
+            through the packed state, as in meta-learning.
 
     Warns:
         PlacementWarning: from ``init``, when a regular expression selects nothing that is packed: no leaf, only leaves
-            of an earlier expression, or only small leaves and other dtypes than real floating-point ones. From
-            ``update``, when it is traced for a mesh without `shardings`; GPUs and bfloat16 do not need them.
+            of an earlier expression, or only small leaves and other dtypes than real floating-point ones. Also when it
+            selects a copy of the parameters. From ``update``, when it is traced for a mesh without `shardings`; GPUs
+            and bfloat16 do not need them.
 
     Memory:
         About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.56 (``4bit``) or 2 (``bfloat16``) for each number
         of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` needs 5.03
         bytes a parameter including the weight, and 7.03 with its bfloat16 gradient.
-        An update whose arithmetic is separable by rows holds float32 numbers of one block of rows at a time. On a mesh
-        this needs `shardings`.
+        An update that is separable by rows holds one block of rows in float32 at a time (on a mesh, give `shardings`).
 
     Examples:
         >>> tx = low_precision(optax.adam(1e-3))
@@ -166,8 +171,11 @@ def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.G
     """Set the shardings of a transformation of `low_precision` that has none.
 
     Args:
-        tx: any Optax transformation; one that is not of `low_precision` is returned unchanged.
+        tx: any Optax transformation.
         shardings: as in `low_precision`.
+
+    Returns:
+        The transformation with these shardings; `tx` itself if it is of another kind, or has shardings already.
     """
     transformation = getattr(tx.init, "__self__", None)
     if not isinstance(transformation, _LowPrecision) or transformation.shardings is not None:
@@ -343,7 +351,7 @@ class _LowPrecision:
             hint = "call tx.update(grads, state, params), as for optax.adamw"
             raise ConfigError(f'an update with weights="{self.weights}" needs the parameters', hint=hint)
         expected = jax.eval_shape(self._init_residuals, params) if self.weights else ()
-        if (expected_dtypes := _format_dtypes(expected)) != (dtypes := _format_dtypes(state.rests)):
+        if (expected_dtypes := _format_dtypes(expected)) != (dtypes := _format_dtypes(state.residuals)):
             raise _state_error(expected_dtypes, dtypes)
         for path, node in leaves_with_paths(state.inner, is_leaf=is_packed):
             if is_packed(node) and (form := self._format_of(path)) not in (node.format, None):
@@ -369,7 +377,7 @@ class _LowPrecision:
         return self.shardings, opt_state_shardings, None if params is None else self.shardings, no_shardings
 
     def _update_in_blocks(self, grads: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
-        """Update one block of rows at a time: XLA does not fuse a whole leaf, and would store it in float32."""
+        """Update a block of rows at a time where possible: XLA would not fuse a whole leaf, but store it in float32."""
         arrays, static = split_static(extra)
         args = jax.tree.map(_as_array, (grads, state, params, arrays))
 
@@ -379,7 +387,7 @@ class _LowPrecision:
         leaves = jax.tree.leaves(state, is_leaf=is_packed)
         # XLA fuses the update of leaves without scales. Leaves with scales and residuals are updated in blocks.
         packed = [leaf.codes for leaf in leaves if is_packed(leaf) and leaf.scales is not None]
-        packed += jax.tree.leaves(state.rests)
+        packed += jax.tree.leaves(state.residuals)
         is_on_host = any(memory_space(leaf) == jax.memory.Space.Host for leaf in packed)
         # Inside a shard_map, some arrays vary over its axes and others do not, which loops over blocks do not support.
         is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(args) if is_array_like(leaf))
@@ -412,7 +420,7 @@ class _LowPrecision:
         def run(inputs: tuple[Tree, LowPrecisionState, Tree]) -> tuple[Tree, Tree, Tree]:
             grads, state, params = inputs
             if self.weights is not None:
-                params = widen(params, state.rests)
+                params = widen(params, state.residuals)
                 grads = jax.tree.map(lambda g: g.astype(jnp.float32) if is_narrow(g) else g, grads)
             unpack = lambda node: _constrain_layout(node).dense() if is_packed(node) else node  # noqa: E731
             dense = jax.tree.map(unpack, state.inner, is_leaf=is_packed)
@@ -424,7 +432,7 @@ class _LowPrecision:
         if has_triton() and not is_varying and not is_taken_apart():
             is_on_mesh = num_devices(inputs) > 1
             shardings = self._argument_shardings(*inputs, {}) if is_on_mesh else None
-            residuals = None if self.weights is None else state.rests
+            residuals = None if self.weights is None else state.residuals
             update, key = functools.partial(self.tx.update, **extra), functools.partial(self._key, state.step + 1)
             results = (
                 in_one_pass(update, updates, state.inner, params, residuals, key, shardings)
@@ -448,9 +456,9 @@ class _LowPrecision:
         old_state, step = inputs[1], state.step + 1
         packed = self._pack_state(new_state, old_state.inner, step, scales)
         if self.weights is None:
-            return updates, LowPrecisionState(step, packed, old_state.rests)
+            return updates, LowPrecisionState(step, packed, old_state.residuals)
         keys = [self._key(step, -1 - index) for index in range(len(jax.tree.leaves(params)))]
-        updates, residuals = narrow_updates(inputs[2], wide_params, old_state.rests, updates, keys)
+        updates, residuals = narrow_updates(inputs[2], wide_params, old_state.residuals, updates, keys)
         return updates, LowPrecisionState(step, packed, residuals)
 
     def _pack_state(self, new: Tree, old: Tree, step: Any, scales: Sequence[Any]) -> Tree:
@@ -485,8 +493,8 @@ def _constrain_layout(node: PackedArray) -> PackedArray:
     """Constrain codes to a row-major layout and few scales to a transposed one, as TPUs store them between two steps.
 
     Otherwise XLA gives codes and scales the same layout in the loop over blocks, and copies whole arrays. Two cases
-    need no constraint. XLA stores codes with a last axis below 128 lanes with another axis innermost, and a constraint
-    would add copies. With 128 or more scales, codes and scales have the same layout anyway.
+    need no constraint. If the last axis of the codes is shorter than 128, XLA stores another axis innermost, and a
+    constraint would add copies. With 128 or more scales, codes and scales have the same layout anyway.
     """
     scales, num_lanes = node.scales, 128
     if scales is None or scales.ndim < 2 or scales.shape[-1] >= num_lanes or node.codes.shape[-1] < num_lanes:
@@ -557,7 +565,7 @@ def _join_paths(paths: Iterable[str]) -> str:
 
 # Optimizer states nearly always begin as zeros. For a jitted ``init``, XLA packs 4096 x 4096 zeros at compile time,
 # which takes one to two minutes (jax 0.10.2). For larger arrays, the program holds several float32 copies: 27 bytes a
-# number on a TPU. Called eagerly, Optax first makes the float32 state of all parameters. So ``init`` is traced here,
+# number on a TPU. Outside of jit, Optax first makes the float32 state of all parameters. So ``init`` is traced here,
 # and an array that is filled with one number is packed from that number alone.
 
 _COPIES = ("copy", "copy_p", "stop_gradient")
@@ -690,10 +698,11 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
         A state of `tx`. Residuals of bfloat16 weights are kept where both the old and the new state have them.
 
     Raises:
+        ConfigError: for a `tx` that is not an Optax transformation.
         StructureError: when the states are not of the same optimizer.
 
     Memory:
-        Both states, and the new state in float32; under `jax.jit`, one leaf at a time in float32.
+        Both states, and the decoded old state in float32; under `jax.jit`, one leaf at a time in float32.
 
     Examples:
         >>> from lowtide.optim import low_precision
@@ -729,7 +738,7 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
             return PackedArray.stored(jnp.asarray(leaf), struct.format, key, is_positive=struct.is_positive)
 
         leaves = list(map(convert_leaf, inner_templates, inner_structure.flatten_up_to(value)))
-        residuals = convert_residuals(params, old.rests, template.rests) if template.has_rests else ()
+        residuals = convert_residuals(params, old.residuals, template.residuals) if template.has_residuals else ()
         return LowPrecisionState(jnp.asarray(old.step, jnp.int32), inner_structure.unflatten(leaves), residuals)
 
     try:

@@ -1,13 +1,14 @@
 """One-pass updates on a GPU: kernels that read and write each block of every array exactly once.
 
-The scale of a block of new state is known only when the whole block is. XLA therefore computes the update twice, the
-first time for the scales alone. In AdamW, Lion or SGD, each number of an update depends only on numbers at the same
-position. Then a kernel holds a few blocks of gradients, state and weights in registers, and computes once. The kernel
-runs the wrapped transformation itself, which is traced and split as in `lowtide.offload.stream`.
+`lowtide.optim.low_precision` stores optimizer state in blocks: codes of 8 or 4 bits with one scale per block. The scale
+of a new block depends on all its numbers. XLA therefore computes the update twice, the first time for the scales alone.
+In AdamW, Lion or SGD, each number of an update depends only on numbers at the same position. Then a kernel holds a few
+blocks of gradients, state and weights in registers, and computes once. The kernel runs the wrapped transformation
+itself, which is traced and split as in `lowtide.offload.stream`.
 
 Limits: each row of a leaf (of a device's shard, on a mesh) has to consist of whole blocks; Triton has to support the
-operations and codes (not 4 bits, not fp8); all formats need one block size. If one leaf does not qualify, or without
-Pallas' Triton backend (deprecated since JAX 0.11), all leaves are updated in two passes.
+operations and codes (not 4 bits, not fp8); all formats of a kernel need the same block size. If one leaf does not
+qualify, or without Pallas' Triton backend (deprecated since JAX 0.11), all leaves are updated in two passes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from jaxtyping import Array
 from ..core import StructureError, Tree, leaf_bytes, traced_device
 from ..core._compat import has_pallas_triton, in_triton
 from ..offload import plan
-from ._packed import FORMATS, PackedArray, is_packed, refuse_derivatives, row_of
+from ._formats import FORMATS
+from ._packed import PackedArray, is_packed, refuse_derivatives, row_of
 from ._weights import is_narrow, narrow_updates, widen
 
 _MAX_ELEMENTS, _BLOCK, _MAX_ROWS = 2**31, 256, 8
@@ -45,8 +47,9 @@ Name = tuple[str, int]
 """A leaf: ``grad`` (or its update) or ``param`` with the parameter's position, or ``state`` with the node's
 position."""
 Arrays = dict[Name, Any]
-"""Stored arrays or blocks of them by kind and position: ``grad``, ``param``, ``rest``, ``codes``, ``scales``,
-``plain``."""
+"""Stored arrays or blocks of them by kind and position. Kinds of state: ``codes``, ``scales``, ``plain`` (not packed),
+``state_key``. Kinds of a parameter: ``grad``, ``param``, ``rest`` (its residual), ``param_key``. ``value`` is a scalar
+that every block of a kernel reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class UpdateInputs:
     grads: Sequence[Any]
     """Gradients in their own dtypes."""
     nodes: Sequence[Any]
-    """State of the wrapped transformation, packed."""
+    """Leaves of the state of the wrapped transformation; a `PackedArray` is one leaf."""
     params: Sequence[Any]
     """Parameters; empty where the update is called without them."""
     residuals: Sequence[Any] | None
@@ -77,7 +80,7 @@ class UpdateInputs:
         return [(kind, position) for kind, leaves in leaves_by_kind.items() for position in range(len(leaves))]
 
     def is_widened(self, position: int) -> bool:
-        """Return whether the wrapped transformation sees a float32 number in place of a bfloat16 parameter."""
+        """Return whether the wrapped transformation gets float32 numbers in place of a bfloat16 parameter."""
         return self.residuals is not None and is_narrow(self.params[position])
 
     def arrays(self, name: Name) -> Arrays:
@@ -95,10 +98,10 @@ class UpdateInputs:
             return arrays
         arrays |= {("param", position): self.params[position], ("param_key", position): self.param_keys[position]}
         residual = self.residuals[position] if self.residuals is not None else None
-        return arrays if residual is None else {**arrays, ("rest", position): residual}
+        return arrays if residual is None else {**arrays, ("residual", position): residual}
 
     def dense(self, name: Name, arrays: Mapping[Name, Any], row: tuple[int, ...] | None = None) -> Any:
-        """Return a leaf in the form that the wrapped update takes; `row` is the shape of one block, for blocks."""
+        """Return a leaf in the form that the wrapped update takes. If `arrays` are blocks, `row` is a block's shape."""
         kind, position = name
         if kind == "state":
             node = self.nodes[position]
@@ -108,7 +111,8 @@ class UpdateInputs:
             row_shape = node.row if row is None or scales is None else row
             return dataclasses.replace(node, codes=codes, scales=scales, row=row_shape).dense()
         if kind == "param":
-            return widen(arrays[name], arrays.get(("rest", position))) if self.is_widened(position) else arrays[name]
+            array, residual = arrays[name], arrays.get(("residual", position))
+            return widen(array, residual) if self.is_widened(position) else array
         is_wide = self.residuals is not None and is_narrow(arrays[name])
         return arrays[name].astype(jnp.float32) if is_wide else arrays[name]
 
@@ -122,22 +126,22 @@ class UpdateInputs:
     ) -> Arrays:
         """Return the arrays that store the new value of a leaf; for a gradient, those of its update.
 
-        `arrays` are those that the value was computed from. `check` is called with numbers before they are packed,
-        which have no derivative there. `rounding` as in `narrow_updates`.
+        `arrays` are those that the value was computed from. `check` gets the numbers of state before they are packed,
+        because packing has no derivative. `rounding` as in `narrow_updates`.
         """
         kind, position = name
         if kind == "grad":
             if not self.params or not self.is_widened(position):
                 return {name: new}
-            residual = arrays.get(("rest", position))
+            residual = arrays.get(("residual", position))
             wide = self.dense(("param", position), arrays)
             arguments = arrays["param", position], wide, residual, new, [arrays["param_key", position]]
             update, residual = narrow_updates(*arguments, **rounding)
-            return {name: update} if residual is None else {name: update, ("rest", position): residual}
+            return {name: update} if residual is None else {name: update, ("residual", position): residual}
         node = self.nodes[position]
         if not is_packed(node):
             return {("plain", position): new}
-        key: Any = arrays.get(("state_key", position))  # bfloat16 alone needs it
+        key: Any = arrays.get(("state_key", position))  # only bfloat16 needs it, to round
         packed = PackedArray.stored(check(new), node.format, key, is_positive=node.is_positive)
         stored = {("codes", position): packed.codes, ("scales", position): packed.scales}
         return {name: x for name, x in stored.items() if x is not None}
@@ -197,7 +201,7 @@ def in_one_pass(
         return dataclasses.replace(old, codes=codes, scales=scales)
 
     new_inner = nodes_structure.unflatten([updated_node(position, old) for position, old in enumerate(nodes)])
-    new_residuals = [results.get(("rest", position), old) for position, old in enumerate(inputs.residuals or ())]
+    new_residuals = [results.get(("residual", position), old) for position, old in enumerate(inputs.residuals or ())]
     updates = grads_structure.unflatten([results["grad", position] for position in range(len(grads))])
     return updates, new_inner, params_structure.unflatten(new_residuals) if has_residuals else None
 
@@ -206,8 +210,8 @@ def _name_shardings(shardings: Sequence[Any], params_structure: Any, has_residua
     grads, state, params = shardings[:3]
     named = {("grad", position): sharding for position, sharding in enumerate(jax.tree.leaves(grads))}
     named |= {("param", position): sharding for position, sharding in enumerate(jax.tree.leaves(params))}
-    residuals = params_structure.flatten_up_to(state.rests) if has_residuals else []
-    named |= {("rest", position): sharding for position, sharding in enumerate(residuals) if sharding is not None}
+    residuals = params_structure.flatten_up_to(state.residuals) if has_residuals else []
+    named |= {("residual", position): sharding for position, sharding in enumerate(residuals) if sharding is not None}
     for position, node in enumerate(jax.tree.leaves(state.inner, is_leaf=is_packed)):
         arrays = {"codes": node.codes, "scales": node.scales} if is_packed(node) else {"plain": node}
         named |= {(kind, position): sharding for kind, sharding in arrays.items() if sharding is not None}
@@ -358,7 +362,7 @@ class _Kernel:
 
     @property
     def results(self) -> list[Name]:
-        kinds = {"grad": ("grad", "rest"), "state": ("plain", "codes", "scales")}
+        kinds = {"grad": ("grad", "residual"), "state": ("plain", "codes", "scales")}
         return [name for _, leaf in self.outputs for name in self.inputs.arrays(leaf) if name[0] in kinds[leaf[0]]]
 
     def compute_shard(self, interpret: bool, arrays: Arrays) -> Arrays:
@@ -389,9 +393,9 @@ class _Kernel:
         call = jax.custom_jvp(lambda *views: _in_place(run_kernel, views, aliases))
 
         def jvp(primals: Any, tangents: Any) -> Any:
-            """Differentiate XLA's form of the kernel, with inputs that have no tangent as constants.
+            """Differentiate the same computation in XLA operations; inputs without a tangent are constants.
 
-            With respect to a learning rate, for example, gradients are constants.
+            For example, gradients are constants in a derivative with respect to the learning rate.
             """
             nonzero_tangents = {index: x for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero)}
 

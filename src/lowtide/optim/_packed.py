@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,13 +19,11 @@ from jaxtyping import Array, Float, UInt32
 
 from ..core import ConfigError, check_choice
 from ..core._compat import no_derivative
+from ._formats import FORMATS, traced_once
 
 BFLOAT16 = "bfloat16"
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 """Bit patterns of float32."""
-
-_traced_once = functools.partial(jax.jit, static_argnums=1)
-"""Trace and lower once for all leaves and blocks of one shape; XLA inlines the call."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -96,7 +93,7 @@ class PackedArray:
     def stored(
         cls, x: Float[Array, "*axes"], format: str, key: Array, *, is_positive: bool = False, scales: Any = None
     ) -> PackedArray:
-        """Pack an array in any format: with `rounded` in bfloat16, else with `of`."""
+        """Pack an array in any format: with `rounded` in bfloat16, else with `of`; arguments and errors as there."""
         if format == BFLOAT16:
             return cls.rounded(x, key)
         return cls.of(x, format, is_positive=is_positive, scales=scales)
@@ -139,7 +136,7 @@ def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
     return shape[axis:]
 
 
-@_traced_once
+@traced_once
 def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before blocks"]:
     """Return the number of each block that is farthest from 0, in float32; NaN for a block with a non-finite number.
 
@@ -204,162 +201,3 @@ def _expand_scales(scales: Array, block: int, row: tuple[int, ...]) -> Array:
     leading = scales.shape[:-1]
     repeated = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*leading, scales.shape[-1] * block)
     return repeated[..., : math.prod(row)].reshape(*leading, *row)
-
-
-# --- formats ---------------------------------------------------------------------------------------------------------
-
-# Every format encodes numbers between -1 and 1, or between 0 and 1 where none is negative, and decodes them. Both
-# directions are elementwise arithmetic without a table, so that XLA fuses them with the update. A table lookup is slow
-# on a TPU, and a search in a table of 256 entries would be a loop.
-#
-# The dynamic map has 7 levels. Level i has 2 ** i numbers, or twice as many without negative numbers. They are evenly
-# spaced between a tenth of 10 ** (i - 6) and 10 ** (i - 6). The map also contains 0 and 1. Take a code's distance from
-# the code of 0 (plus 1 without negative numbers): its highest bit encodes the level, and the lower bits the place in
-# the level.
-#
-# 4 bits have too few codes for the dynamic map. A convolutional network was trained with three of its levels for first
-# moments, and sixteenths for second moments, as in torchao. It ended 3.0 % above the held-out loss of float32; with
-# companding, 0.5 % above it. A decoder trained from scratch with blocks of 128 ended 0.5 % above float32, over eight
-# seeds (benchmarks/log/). So 4-bit blocks have 64 numbers.
-#
-# Sources: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), for the dynamic map and
-# its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32); Li et al., "Memory Efficient
-# Optimizers with 4-bit States" (arXiv:2309.01507), for 4-bit second moments without a code for 0 (they store sixteenths
-# of the moments, this module sixteenths of the square roots).
-
-_MAX_FP8 = 448.0
-_MIN_FP8 = 2.0**-9 / _MAX_FP8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateFormat:
-    """One format for the numbers of a state."""
-
-    block: int
-    """Number of neighbouring elements that share a scale."""
-    codes: Any
-    """Dtype of the codes."""
-    encode: Callable[[Array, bool], Array]
-    """Encode float32 numbers in [-1, 1]; or in [0, 1], where the second argument says that none is negative."""
-    decode: Callable[[Array, bool], Array]
-    """Decode to float32 numbers."""
-
-
-_LEVELS = 7
-_POWERS = [10.0 ** (level - _LEVELS + 1) for level in range(_LEVELS)]
-
-
-@_traced_once
-def _encode_dynamic(x: Array, is_positive: bool) -> Array:
-    magnitude, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
-    first = [power * (0.1 + 0.45 / (size << level)) for level, power in enumerate(_POWERS)]
-    last = [power * (1 - 0.45 / (size << level)) for level, power in enumerate(_POWERS)]
-    # The nearest number: the border between two levels is halfway between their neighbouring numbers.
-    borders = [(upper + lower) / 2 for upper, lower in zip(first[1:], last[:-1], strict=True)]
-    level = sum(((magnitude >= border).astype(jnp.int32) for border in borders), jnp.zeros(x.shape, jnp.int32))
-    count = jnp.left_shift(size, level)
-    tenths = magnitude * _level_value(level, [1 / power for power in _POWERS])
-    index = jnp.floor((tenths - 0.1) / 0.9 * count.astype(jnp.float32)).astype(jnp.int32)
-    distance = count + jnp.clip(index, 0, count - 1) - (size - 1)
-    distance = jnp.where(magnitude < first[0] / 2, _min_code(magnitude) if is_positive else 0, distance)
-    largest = (size << _LEVELS) - (size - 1)
-    distance = jnp.where(magnitude >= (1 + last[-1]) / 2, largest, distance)
-    if not is_positive:
-        middle = (1 << _LEVELS) - 1  # the code of 0; only the positive sign has a code for the largest magnitude
-        distance = middle + jnp.where(x < 0, -jnp.minimum(distance, middle), distance)
-    return distance.astype(jnp.uint8)
-
-
-@_traced_once
-def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
-    size = 2 if is_positive else 1
-    signed = codes.astype(jnp.int32) - (0 if is_positive else (1 << _LEVELS) - 1)
-    distance, largest = jnp.abs(signed), (size << _LEVELS) - (size - 1)
-    # The highest bit encodes the level, as in the encoder. A distance of 0 is replaced by the number 0 below.
-    biased = jnp.maximum(distance + 1 if is_positive else distance, 1)
-    bits = 31 - jax.lax.clz(biased)
-    count = jnp.left_shift(1, bits)
-    level = bits - 1 if is_positive else bits
-    tenths = 0.1 + 0.9 * ((biased - count).astype(jnp.float32) + 0.5) / count.astype(jnp.float32)
-    values = tenths * _level_value(level, _POWERS)
-    values = jnp.where(distance == 0, 0.0, jnp.where(distance >= largest, 1.0, values))
-    return jnp.where(signed < 0, -values, values)
-
-
-def _min_code(x: Array) -> Array:
-    """Return the smallest code for second moments: 1 for a positive number, else 0."""
-    # The update divides by the root of a second moment. A positive one that is stored as 0 would divide a first moment
-    # that may not be 0.
-    return (x > 0).astype(jnp.int32)
-
-
-def _level_value(level: Array, values: list[float]) -> Array:
-    result = jnp.full(level.shape, values[0], jnp.float32)
-    for index, value in enumerate(values[1:], 1):
-        result = jnp.where(level >= index, jnp.float32(value), result)
-    return result
-
-
-@_traced_once
-def _encode_companded(x: Array, is_positive: bool) -> Array:
-    if is_positive:
-        return jnp.maximum(_round(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.int32), _min_code(x)).astype(jnp.uint8)
-    return (_round(127 * _compand(x, 1)).astype(jnp.int32) + 127).astype(jnp.uint8)
-
-
-@_traced_once
-def _decode_companded(codes: Array, is_positive: bool) -> Array:
-    if is_positive:
-        return jnp.square(codes.astype(jnp.float32) / 255)
-    return _expand((codes.astype(jnp.float32) - 127) / 127, 1)
-
-
-def _compand(x: Array, strength: int) -> Array:
-    """Spread numbers near 0, where most numbers are: the slope there is ``1 + strength``."""
-    return (1 + strength) * x / (1 + strength * jnp.abs(x))
-
-
-def _expand(y: Array, strength: int) -> Array:
-    """Undo `_compand`."""
-    return y / (1 + strength - strength * jnp.abs(y))
-
-
-def _round(x: Array) -> Array:
-    return jnp.floor(x + 0.5)  # GPU kernels have no jnp.round
-
-
-@_traced_once
-def _encode_fp8(x: Array, is_positive: bool) -> Array:
-    # The square roots of second moments span half as many powers of two.
-    x = jnp.maximum(jnp.sqrt(jnp.clip(x, 0, 1)), _MIN_FP8 * _min_code(x)) if is_positive else x
-    return (x * _MAX_FP8).astype(jnp.float8_e4m3fn)
-
-
-@_traced_once
-def _decode_fp8(codes: Array, is_positive: bool) -> Array:
-    x = codes.astype(jnp.float32) / _MAX_FP8
-    return jnp.square(x) if is_positive else x
-
-
-@_traced_once
-def _encode_4bit(x: Array, is_positive: bool) -> Array:
-    if is_positive:  # sixteenths of square roots, from 1 to 16: no code means 0
-        codes = jnp.clip(_round(16 * jnp.sqrt(jnp.clip(x, 0, 1))), 1, 16) - 9
-    else:
-        codes = _round(7 * _compand(x, 2))
-    return codes.astype(jnp.int32).astype(jnp.int4)  # checkpoints cannot store unsigned 4-bit numbers
-
-
-@_traced_once
-def _decode_4bit(codes: Array, is_positive: bool) -> Array:
-    numbers = codes.astype(jnp.int32).astype(jnp.float32)
-    return jnp.square((numbers + 9) / 16) if is_positive else _expand(numbers / 7, 2)
-
-
-FORMATS = {
-    "8bit": StateFormat(block=256, codes=jnp.uint8, encode=_encode_dynamic, decode=_decode_dynamic),
-    "companded": StateFormat(block=128, codes=jnp.uint8, encode=_encode_companded, decode=_decode_companded),
-    "fp8": StateFormat(block=256, codes=jnp.float8_e4m3fn, encode=_encode_fp8, decode=_decode_fp8),
-    "4bit": StateFormat(block=64, codes=jnp.int4, encode=_encode_4bit, decode=_decode_4bit),
-}
-"""Formats by name. ``bfloat16`` is not among them: it is a dtype and needs no scales."""

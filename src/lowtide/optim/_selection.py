@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ..core import ConfigError, Tree, check_choice, check_type, leaves_with_paths, path_str
-from ._packed import BFLOAT16, FORMATS, bits_of
+from ._formats import FORMATS
+from ._packed import BFLOAT16, bits_of
 from ._weights import WEIGHTS
 
 MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"

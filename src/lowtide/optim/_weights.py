@@ -1,6 +1,6 @@
 """Updates of bfloat16 weights as if the weights had a higher precision.
 
-A bfloat16 weight represents a float32 number. The difference is the *residual* (``rests`` in the state), stored with
+A bfloat16 weight represents a float32 number. The difference is the *residual* (``state.residuals``), stored with
 the optimizer's state: in 8 bits (``split``, after FlashOptim, arXiv:2602.23349) or in bfloat16 (``kahan``).
 ``stochastic`` stores no residual and rounds weights stochastically. A residual is at most half of the distance between
 two neighbouring bfloat16 numbers. The weight's exponent gives that distance, so 8-bit residuals need no scales.

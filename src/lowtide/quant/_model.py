@@ -40,17 +40,17 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
         match: globs on the paths of weights or of the modules that hold them. Floating-point matrices among the matches
             are quantised. Vectors (norms, biases) and arrays with more axes (experts, convolutions) stay as they are.
         format: ``"nf4"``: 4 bits, quantiles of a normal distribution, blocks of 64 with 8-bit scales: 4.13 bits a
-            weight. Codes and scales equal those of bitsandbytes where 64 divides the rows. ``"int4"``: 4 bits, blocks
-            of 32: 4.5 bits. ``"mxfp4"``: 4 bits, blocks of 32 with powers of two: 4.25 bits. ``"int8"`` and ``"fp8"``:
+            weight. Codes and scales equal those of bitsandbytes where 64 divides `in`. ``"int4"``: 4 bits, blocks of
+            32: 4.5 bits. ``"mxfp4"``: 4 bits, blocks of 32 with powers of two: 4.25 bits. ``"int8"`` and ``"fp8"``:
             8 bits, one scale a row.
         block: neighbours in a row that share a scale, if not the format's own: a multiple of 8 up to 65,536, or 0 for
-            whole rows. The last block of a row may be shorter.
+            whole rows. The last block of a row may be shorter. ``"mxfp4"`` has no other block than its own.
 
     Returns:
         The tree with a `QuantizedWeight` in place of each weight. Its leaves are frozen: they get no gradient.
 
     Raises:
-        SelectionError: when a pattern matches nothing.
+        SelectionError: when a pattern matches nothing, or the exclusions leave nothing.
         ConfigError: for an unknown format or block.
         StructureError: when no floating-point matrix is matched, or one is already quantised, or is a kernel or a table
             with an adapter (`lowtide.lora.LoRAKernel`). Also when a number is not finite, or is so close to the largest
@@ -131,7 +131,7 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _is_node(leaf: Any) -> bool:
-    """Return whether a node is a weight: a quantised one, or another kind that holds no weight itself."""
+    """Return whether a node is a weight: a quantised one, or another `LinearWeight` that wraps no weight."""
     # `type`: a user's module may have a field named ``linear``.
     is_foreign = isinstance(leaf, LinearWeight) and hasattr(type(leaf), "linear") and not hasattr(leaf, "weight")
     return isinstance(leaf, QuantizedWeight) or is_foreign
@@ -192,7 +192,7 @@ def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
     """Return the paths of the matrices that a match selects, as `quantize` does.
 
     Raises:
-        SelectionError: when a pattern matches nothing.
+        SelectionError: when a pattern matches nothing, or the exclusions leave nothing.
         StructureError: when no matrix is matched.
     """
     leaves = dict(leaves_with_paths(tree))

@@ -33,7 +33,7 @@ from ..core import (
 # Codes are stored in an array of the weight's own shape, in a JAX dtype that XLA stores packed (4 bits take 4). Code
 # that slices, shards or streams a weight therefore does the same to its codes. bitsandbytes stores two neighbours of a
 # row in a byte. To separate them, a TPU would have to interleave lanes. Compiled for a v5e, the forward and backward
-# pass of a layer took 2.5 times the cycles of bfloat16 with bytes. It took 1.1 times with XLA's own 4-bit arrays.
+# pass of a layer with such bytes took 2.5 times the cycles of bfloat16. With XLA's own 4-bit arrays it took 1.1 times.
 #
 # Every code is an integer. FP8 codes are the bits of the number, so that a selection of floating-point leaves for
 # training never includes a code.
@@ -54,7 +54,7 @@ class Format:
     table: tuple[float, ...] = ()
     """The number that each code stands for, relative to its scale; empty where the code itself is a number."""
     largest: float = 1.0
-    """The number, relative to the scale, that stores the largest of a block."""
+    """The number, relative to the scale, that the largest of a block becomes."""
     double: bool = False
     """Whether scales are quantised again, to 8-bit codes with nested scales."""
 
@@ -152,7 +152,7 @@ class QuantizedWeight:
     """Whether the node stands for the transposed weight, [in, out] (static)."""
 
     is_frozen: ClassVar[bool] = True  # `value_and_grad` refuses to train its scales
-    __array_ufunc__ = None  # so that a NumPy array leaves a product to this class
+    __array_ufunc__ = None  # so that the product with a NumPy array calls this class
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -211,10 +211,13 @@ class QuantizedWeight:
         """Look up rows, as in an embedding, in the dtype of the weight.
 
         Args:
-            ids: indices of rows of a matrix that is not stacked.
+            ids: row indices; an index out of range gives NaN.
 
         Returns:
             Shape [..., in].
+
+        Raises:
+            StructureError: for a transposed or stacked weight.
 
         Memory:
             The result; no other row is dequantised.
@@ -323,7 +326,7 @@ _E8M0_NAN = 255
 
 
 def encode(weight: Float[Array, "*stack out in"], form: Format, dtype: Any) -> QuantizedWeight:
-    """Quantise matrices of a weight of this dtype; a block with a number that is not finite gets NaN as its scale."""
+    """Quantise matrices of a weight of the given dtype; a block with a number that is not finite gets the scale NaN."""
     weight = weight.astype(jnp.float32)
     *leading, width = weight.shape
     block = min(form.block or width, width)
@@ -372,8 +375,8 @@ def _round_to_codes(scaled: Array, form: Format) -> Array:
 
 # Double quantisation as in bitsandbytes: 8-bit codes of a scale's distance from the mean. The scales of one matrix are
 # taken row by row, and 256 of them share a nested scale. A code stands for one of 256 numbers between -1 and 1 whose
-# spacing grows with their size: within a power of ten, 2ⁱ of them are evenly spaced. Decoding computes these numbers
-# instead of looking them up, because gathers are slow on a TPU.
+# spacing grows with their size: the i-th of seven decades (from 0) has 2ⁱ evenly spaced numbers of each sign. Decoding
+# computes these numbers instead of looking them up, because gathers are slow on a TPU.
 
 _NESTED_BLOCK = 256
 _DECADES = 7
@@ -383,7 +386,7 @@ _LARGE = 2.0**64
 
 @functools.cache
 def dynamic_map() -> np.ndarray:
-    """Return the numbers that the 256 codes stand for, ascending, float32."""
+    """Return the numbers that the 256 codes of scales stand for, relative to a nested scale, ascending, float32."""
     positive: list[float] = []
     for decade in range(_DECADES):
         # From both ends to the middle, each rounded once, as PyTorch spaces float32: the last digit can change a code.
@@ -420,7 +423,7 @@ def quantize_around_mean(scales: Float[Array, "*stack O N"], mean: Array) -> tup
     """Quantise the distance of scales from a mean, bit for bit as bitsandbytes does.
 
     On GPUs, and in PyTorch, bitsandbytes takes the nearest code, as here. Its build for CPUs first rounds a distance to
-    one of 65,536 numbers: there fewer than one code in 200 is the neighbouring one, and a zero here is 2.1e-5 there.
+    one of 65,536 numbers. So fewer than one code in 200 is a neighbour of the one here, and 0 becomes 2.1e-5.
     The last digits of the mean depend on the order of its sum, which in PyTorch depends on processor and threads.
     """
     *stack, out, num_blocks = scales.shape
@@ -440,7 +443,7 @@ def quantize_around_mean(scales: Float[Array, "*stack O N"], mean: Array) -> tup
 
 
 def decode(codes: UInt8[Array, "*any"]) -> Float[Array, "*any"]:
-    """Return the numbers that codes stand for, computed without a table: float32."""
+    """Return the numbers that codes of scales stand for, computed without a table: float32."""
     distance = codes.astype(jnp.int32) - _ZERO
     size = jnp.abs(distance)
     value = jnp.zeros(codes.shape, jnp.float32)

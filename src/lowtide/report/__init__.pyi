@@ -1,5 +1,6 @@
 """Memory reports as plain data, their differences, and their views; this package needs no JAX."""
 
+from ._facts import COMPUTED_ROLES as COMPUTED_ROLES
 from ._facts import DERIVED_ROLES as DERIVED_ROLES
 from ._facts import Buffer as Buffer
 from ._facts import DiffRow as DiffRow

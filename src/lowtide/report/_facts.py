@@ -26,21 +26,25 @@ DIFF_SCHEMA_VERSION = 1
 SCHEMA_VERSION = 2
 """Version of the JSON that `MemoryReport.to_json` writes; it changes when a key gets another meaning or is removed."""
 
-DERIVED_ROLES = (
-    "activations",
-    "gradients",
-    "copies",
-    "cotangents",
-    "recomputed",
-    "workspaces",
-    "temporaries",
-    "outputs",
-    "constants",
-    "code",
-    "fragmentation",
-    "unattributed",
-)
+_IS_COMPUTED = {
+    "activations": True,
+    "gradients": False,
+    "copies": False,
+    "cotangents": True,
+    "recomputed": True,
+    "workspaces": True,
+    "temporaries": True,
+    "outputs": False,
+    "constants": False,
+    "code": False,
+    "fragmentation": False,
+    "unattributed": False,
+}
+"""Whether a step computes the values of a role from its batch."""
+DERIVED_ROLES = tuple(_IS_COMPUTED)
 """Roles of buffers that are not arguments; `Buffer.role` explains them."""
+COMPUTED_ROLES = tuple(role for role, is_computed in _IS_COMPUTED.items() if is_computed)
+"""Roles of values that a step computes from its batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,9 @@ class Buffer:
     ``copies`` hold only the data of one argument (cast, transposed, sliced, gathered from other devices).
     ``cotangents`` are other results of the backward pass, and ``recomputed`` are activations that it computes again.
     ``workspaces`` are memory that an operation needs in addition to its operands and results (a kernel's scratch,
-    indices, steps into which the compiler splits it). ``temporaries`` are all other results of the program.
-    ``fragmentation`` is heap that no value can use at the peak. ``unattributed`` has no known owner."""
+    indices, steps into which the compiler splits it). ``temporaries`` are all other results of the program. ``outputs``
+    replace no argument. ``constants`` and ``code`` belong to the program. ``fragmentation`` is heap that no value can
+    use at the peak. ``unattributed`` has no known owner."""
     path: str = ""
     """Tree path of the argument or output that it is, that it holds a copy of, or whose gradient it is; else empty."""
     phase: Phase = "argument"
@@ -207,7 +212,7 @@ class ReportFacts:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Free bytes of the device after the program and the target's reserve; negative when it does not fit."""
+        """Free bytes of the device after the program and the reserve, negative if it does not fit; None if unknown."""
         budget = self.target.budget_bytes
         return None if budget is None else budget - self.device_bytes
 

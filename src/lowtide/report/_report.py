@@ -40,7 +40,7 @@ class _Viewed(ABC):
         write_view(path, f"{dump_json(self.to_dict())}\n".encode())
 
     def to_html(self, path: str | Path) -> None:
-        """Write one self-contained HTML file: timelines, and a table of the buffers or the owners.
+        """Write one self-contained HTML file: timelines, and a table of buffers (a report) or owners (a difference).
 
         Args:
             path: the file; it is replaced when it exists.
@@ -55,7 +55,7 @@ class _Viewed(ABC):
         write_view(path, self._page())
 
     def to_png(self, path: str | Path) -> None:
-        """Draw a picture of 1600×900: timelines by role, and the largest owners or those that changed most.
+        """Draw a picture of 1600×900 pixels: timelines by role, and the largest owners or those that changed most.
 
         Args:
             path: the file; it is replaced when it exists.

@@ -89,7 +89,7 @@ class Chip:
     """Hosts whose GPUs one NVLink domain joins."""
 
     def machine(self, num_chips: int) -> Machine | None:
-        """Return the smallest machine with at least `num_chips` chips, or the one that larger slices are made of."""
+        """Return the smallest machine with `num_chips` chips or more, else that of larger slices; None if unknown."""
         for machine in self.machines:
             if machine.num_chips >= num_chips:
                 return machine

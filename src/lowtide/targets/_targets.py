@@ -56,11 +56,12 @@ class Target:
     device_bytes: int | None
     """Bytes that a program may use on one JAX device, or None when unknown (a CPU's memory belongs to the system).
 
-    TPU: the "available HBM" of libtpu 0.0.51. GPU: the share of `hbm_bytes` that JAX's allocator takes when the target
-    is made (JAX documentation, GPU memory allocation). It is 0.75 unless ``XLA_CLIENT_MEM_FRACTION`` (or its older name
-    ``XLA_PYTHON_CLIENT_MEM_FRACTION``) sets another one, and at most 1. ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` only
-    lets the allocator grow up to the same share (openxla/xla, gpu_helpers.cc). ``XLA_PYTHON_CLIENT_ALLOCATOR=platform``
-    lifts the limit, which this figure does not follow. Hardware that is present: the limit of JAX's allocator.
+    TPU: the "available HBM" of libtpu 0.0.51. GPU: the share of `hbm_bytes` that JAX's allocator takes (JAX
+    documentation, GPU memory allocation), read when the target is made. It is 0.75 unless ``XLA_CLIENT_MEM_FRACTION``
+    (or its older name ``XLA_PYTHON_CLIENT_MEM_FRACTION``) sets another one, and at most 1.
+    ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` only lets the allocator grow up to the same share (openxla/xla,
+    gpu_helpers.cc). ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` lifts the limit, but does not change this figure. Hardware
+    that is present: the limit of JAX's allocator.
     """
     chip_config_name: str | None = None
     """How libtpu groups a chip's cores into devices; None for its default."""
@@ -94,7 +95,7 @@ class Target:
             `num_devices` devices, in JAX's order. Meshes and shardings made of them fit `lowtide.memory.analyze`.
 
         Raises:
-            TargetError: when the hardware is not present and its compiler is not installed.
+            TargetError: when the hardware is not present, and its compiler is not installed or refuses the target.
         """
         import jax
 
@@ -135,7 +136,7 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
             ``"rtx 4090"``). A bare chip name means one chip.
         **figures: figures of the target that differ from the catalogue's, per JAX device: `device_bytes`, `hbm_bytes`,
             `host_bytes`, `reserve_bytes` (sizes such as ``"14 GiB"``, or bytes), `hbm_bandwidth`,
-            `host_link_bandwidth` (bytes per second, or text such as ``"25 GB/s"``), `flops`.
+            `host_link_bandwidth` (bytes per second, or text such as ``"25 GB/s"``), `flops` (per second, in bf16).
 
     Returns:
         The target. `targets` lists all of them.
@@ -143,7 +144,8 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
     Raises:
         TargetError: for a name that is empty, unknown or ambiguous, a topology that no machine has, or when the
             compiler (libtpu; XLA's CUDA plugin and `ptxas`) is not installed.
-        ConfigError: for a figure that is unknown, not a positive size or rate, or in conflict with another.
+        ConfigError: for a figure that is unknown, invalid or in conflict with another; or for an environment variable
+            ``XLA_CLIENT_MEM_FRACTION`` that is not a number above 0.
 
     Memory:
         None on any device, whatever the capacities.
@@ -172,6 +174,9 @@ def targets() -> tuple[Target, ...]:
         ``here``, ``cpu``, TPUs, GPUs. Chips have their smallest topology and come from the catalogue: their compilers
         need not be installed, and are not loaded.
 
+    Raises:
+        ConfigError: for an environment variable ``XLA_CLIENT_MEM_FRACTION`` that is not a number above 0.
+
     Memory:
         None on any device.
 
@@ -191,7 +196,7 @@ def catalogue_targets() -> tuple[Target, ...]:
 
 
 def resolve_target(target_or_name: Target | str | None) -> Target:
-    """Return the target for an argument of a public function: a `Target`, its name, or None for ``"here"``."""
+    """Return the target for an argument: a `Target`, a name, or None for ``"here"``; raise as `target` for others."""
     if isinstance(target_or_name, Target):
         return target_or_name
     name = "here" if target_or_name is None else target_or_name

@@ -91,6 +91,7 @@ class DeviceMemory:
 
         Raises:
             AssertionError: when the bytes exceed the test's marker, with the largest owners at the peak.
+            Exception: as `lowtide.memory.analyze`.
 
         Memory:
             None on the target.
@@ -125,7 +126,7 @@ class DeviceMemory:
 
         Raises:
             AssertionError: with the largest owners.
-            ConfigError: for a role that the report does not have.
+            ConfigError: for an invalid size, or a role that the report does not have.
         """
         __tracebackhide__ = True
         allowed, needed = parse_bytes(size), _role_bytes(report, role)
@@ -142,7 +143,7 @@ class DeviceMemory:
 
         Raises:
             AssertionError: with the largest owners of every role that is too large.
-            ConfigError: for a role that the report does not have, or when no role is given.
+            ConfigError: for an invalid size, a role that the report does not have, or no role.
         """
         __tracebackhide__ = True
         if not sizes:
@@ -183,6 +184,7 @@ class DeviceMemory:
         Raises:
             AssertionError: when one of the programs exceeds the test's marker.
             ConfigError: for sizes that do not increase, or a role that a report does not have.
+            Exception: any exception of `make`, or as `lowtide.memory.analyze`.
         """
         __tracebackhide__ = True
         all_sizes = tuple(sizes)
@@ -219,7 +221,8 @@ class DeviceMemory:
 
         Raises:
             AssertionError: when one of the programs exceeds the test's marker.
-            ConfigError: for a role that a report does not have, or arguments when neither side is a function.
+            ConfigError: for a side of another type, a role that a report does not have, or arguments when neither side
+                is a function.
         """
         __tracebackhide__ = True
         if (args or options) and not (callable(numerator) or callable(denominator)):
@@ -252,13 +255,13 @@ class DeviceMemory:
                 one memory. Compile-only GPUs have no host memory for arguments, so a report for them only moves the
                 bytes that were declared for the host.
             role: the role.
-            at_least: the fewest bytes of it on the host; None for any number.
-            copies_at_most: the most bytes on the device, at the peak, of copies of its arrays, which are streamed; None
-                for any number.
+            at_least: the fewest bytes of it on the host; None for any number above 0.
+            copies_at_most: the most bytes that copies of its arrays, as streaming makes them, take on the device at the
+                peak; None for any number.
 
         Raises:
             AssertionError: with the owners.
-            ConfigError: for a target whose reports do not prove placement, or a role that the report does not have.
+            ConfigError: for a target whose reports do not prove placement, an unknown role, or an invalid size.
         """
         __tracebackhide__ = True
         goal = report.target
@@ -299,7 +302,7 @@ class DeviceMemory:
         Raises:
             AssertionError: when there is no snapshot for the target and the versions of JAX and its compilers, or the
                 bytes differ; with the difference by owner.
-            ConfigError: outside a test, or for a name that was already used.
+            ConfigError: outside a test, for a name that was already used, or for an invalid tolerance.
             ReportError: when the file is damaged.
         """
         __tracebackhide__ = True
@@ -337,7 +340,7 @@ class Slope:
         """Fail when the bytes per unit exceed a limit.
 
         Args:
-            limit: bytes per unit.
+            limit: bytes per unit, or text such as ``"1 MiB"``.
 
         Raises:
             AssertionError: with the bytes at every size, and the owners that grew most.
@@ -406,6 +409,7 @@ class Ratio:
 
         Raises:
             AssertionError: with both sizes, the owners of the first program, and the difference.
+            ConfigError: as `value`.
         """
         __tracebackhide__ = True
         if self.value > limit:
@@ -447,7 +451,7 @@ class Limit:
             **kwargs: the other arguments.
 
         Raises:
-            ConfigError: for a missing or invalid size, or an argument that the marker does not have.
+            ConfigError: for a missing or invalid size, and for an argument of another name or type.
             TargetError: for an unknown target, or, unless the limit is optional, one whose compiler is not installed.
         """
         arguments = ("size", "target", "optional")

@@ -1,7 +1,7 @@
 """Several adapters of one base: attach them one at a time, undo a merge, or combine them into one.
 
-An adapter without a base is the model's tree with nodes that have no weight, and None elsewhere. Nothing is copied in
-either direction. A function compiled for one adapter also serves others with the same ranks, alphas and targets. A
+An adapter without a base is the model's tree with nodes that have no weight, and None elsewhere. `split` and `attach`
+copy no arrays. A function compiled for one adapter also serves others with the same ranks, alphas and targets. A
 combined adapter is merged and rounded only once.
 """
 
@@ -67,7 +67,8 @@ def attach(base: Tree, adapter: Tree) -> Tree:
         The model with the adapter.
 
     Raises:
-        StructureError: when the base has an adapter, or the adapter is of another model.
+        StructureError: when the base has an adapter, the adapter is of another model, or the adapter of a kernel meets
+            a quantised weight.
 
     Memory:
         No copy.
@@ -109,7 +110,9 @@ def attach(base: Tree, adapter: Tree) -> Tree:
 
 
 def unmerge(model: Tree, adapter: Tree) -> Tree:
-    """Remove an adapter that `merge` folded into the weights, in float32, rounded once to the dtype of W.
+    """Remove an adapter that `merge` folded into the weights.
+
+    The subtraction is in float32, and its result is rounded once to the dtype of W.
 
     Args:
         model: a merged model.

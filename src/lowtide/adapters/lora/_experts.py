@@ -2,8 +2,8 @@
 
 The node is `LoRAWeight` with one more leading axis for the experts: W [L, E, out, in], A [L, E, r, in], B
 [L, E, out, r]. Activation rows come sorted by their expert. The grouped product multiplies them by the factors as it
-does by the weights, so W + B A is not materialised for any expert. Experts that are stored as [in, out] read with B and
-write with A, as other matrices of that layout do.
+does by the weights, so W + B A is not materialised for any expert. For experts that are stored as [in, out], B
+multiplies the inputs and A gives the outputs, as for other matrices of that layout.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: i
 # ``gate_up_proj`` is gate and up. PEFT wraps its module ``m`` once for each of its parameters that has an adapter, the
 # first one innermost. With two, the tensors of the first are ``m.base_layer.lora_A.weight`` and those of the second
 # ``m.lora_A.weight``. A is [E r, in], expert by expert. B is [out, r E]: for each of the r columns, those of all
-# experts side by side (`ParamWrapper` of PEFT 0.21). An entry matches a parameter whose name it equals, or ends after a
-# dot. Patterns for ranks and alphas match that name, too. `layers_to_transform` and `exclude_modules` apply to modules
-# only.
+# experts side by side (`ParamWrapper` of PEFT 0.21). An entry matches a parameter whose name equals it, or ends with it
+# after a dot. Patterns for ranks and alphas match that name, too. `layers_to_transform` and `exclude_modules` apply to
+# modules only.
 #
 # The adapter of a parameter becomes one adapter for each of its weights, with the same A and a part of the rows of B.
 # The values are exact, but there are two copies of A, which train separately.
@@ -96,7 +96,7 @@ class Parameter:
 
 
 def expert_parameters(model: Tree) -> list[Parameter]:
-    """List the experts that are one parameter elsewhere, from the model's ``expert_parameters``, in its order."""
+    """List the model's ``expert_parameters``, in its order: other software holds a layer's experts in one of these."""
     module_lists: Mapping[str, Sequence[str]] = getattr(model, "expert_parameters", {})
     by_module = {site.module: site for site in sites(model) if site.is_experts}
     parameters: list[Parameter] = []
@@ -180,7 +180,7 @@ def is_adapted(parameter: Parameter) -> bool:
 
 
 def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
-    """Return the parameters that a directory adapts: in all layers, with experts that do not also train as a whole."""
+    """Return the parameters that a directory adapts. It must adapt all layers, and not also train them as a whole."""
     entries: Sequence[str] = config.file.target_parameters or () if config.is_lora else ()
     parameters = expert_parameters(model)
     all_names = [name for parameter in parameters for name in parameter.names]

@@ -1,7 +1,8 @@
 """Write adapters in PEFT's format, and read adapters that PEFT wrote.
 
 An adapter of an embedding [V, D], a table whose rows are looked up, is a `LoRAWeight` with A [r, D] and B [V, r]. A row
-is the row of W plus the row of B times A. PEFT calls Bᵀ ``lora_embedding_A`` [r, V] and Aᵀ ``lora_embedding_B`` [D, r].
+of the result is the row of W plus scaling times the row of B A. PEFT calls Bᵀ ``lora_embedding_A`` [r, V] and Aᵀ
+``lora_embedding_B`` [D, r].
 If PEFT adapts an embedding or a head, it also writes the frozen weight to the file; here it has to equal the model's.
 """
 
@@ -179,8 +180,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """Give a model the adapters of a directory that `save` or PEFT wrote.
 
     It reads LoRA with its variants rsLoRA and DoRA, (IA)³ and VeRA, with rank and alpha patterns, and with layers that
-    have no adapter. It reads LoRA of experts as modules and as one parameter (`target_parameters`). Training can
-    continue from loaded adapters.
+    have no adapter. It reads LoRA of experts as modules and as one parameter (`target_parameters`). It also reads
+    arrays that trained as a whole (`modules_to_save`, biases), and embeddings that PEFT resized. Training can continue
+    from loaded adapters.
 
     Args:
         model: the base model, or one that has adapters of the same kinds and ranks on the same modules, whose values
@@ -193,9 +195,12 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     Raises:
         ModelFileError: when a file is missing or damaged; when tensors are missing, unexpected or mis-shaped; or when
             the configuration has an unsupported option (other PEFT methods, parameters that are not experts, a head
-            that is no longer tied). Dropout gives one warning: it has no effect on results, and training applies it
-            only where `dropout` is called.
+            that is no longer tied).
         StructureError: when the model has other adapters.
+
+    Warns:
+        UserWarning: when the configuration has dropout, which training applies only where `dropout` is called. Also
+            when tensors of image modules, which the model lacks, are ignored.
 
     Memory:
         The adapters in float32, as in `add`; on the host, twice those of one weight.
@@ -364,7 +369,7 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
 
 
 def _check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftConfig) -> None:
-    """Check that embeddings have their own arrays, and that a file's adapters of them are LoRA that began at random."""
+    """Check that embeddings are not tied, and that their adapters are LoRA with random initial values, without DoRA."""
     for site in tables:
         if not config.is_lora or config.dora or config.file.init_lora_weights in WEIGHT_INITS:
             kind = config.file.init_lora_weights if config.is_lora else config.kind.peft_type
@@ -377,8 +382,8 @@ def _check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftC
 def _stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]) -> dict[str, Site | None]:
     """Return the tensors of a file that are an embedding or a head without an adapter, as PEFT stores resized ones.
 
-    Each has its site of `tables`, or None for the second place of a tied embedding. There are none for a model without
-    ``with_vocabulary``, which changes the number of rows.
+    Each has its site of `tables`, or None for the second place of a tied embedding. The result is empty for a model
+    without ``with_vocabulary``, which changes the number of rows.
     """
     if not hasattr(model, "with_vocabulary"):
         return {}

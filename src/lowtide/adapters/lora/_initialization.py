@@ -79,8 +79,8 @@ def eva(
         The model with a `LoRAWeight` in place of each target.
 
     Raises:
-        ConfigError: for another `init`, a number of passes below 1, and no batch.
-        StructureError: for a target that is not a matrix, or that `fn` does not multiply by; and as `add`.
+        ConfigError: for another `init`, a number of passes below 1, and no batch; and as `add`.
+        StructureError: for a target that is no matrix or that `fn` does not multiply by as [out, in]; and as `add`.
         SelectionError: as `add`.
         NonFiniteError: when inputs are not finite numbers.
 
@@ -245,8 +245,8 @@ def loftq(
 ) -> Tree:
     """Quantise weights and give them adapters that begin as an approximation of the quantisation error.
 
-    Two steps alternate: Q becomes the quantised W - s B A, and s B A becomes the best approximation of W - Q of its
-    rank.
+    Two steps alternate: Q becomes the quantised W - s B A, and s B A becomes the best approximation of W - Q of the
+    adapter's rank.
 
     Args:
         model: the model, whose targets are matrices of floating-point numbers.
@@ -261,8 +261,8 @@ def loftq(
         The model with a `LoRAWeight` on a `lowtide.QuantizedWeight` in place of each target.
 
     Raises:
-        ConfigError: for DoRA, another `init`, a number of steps below 1, and an unknown format.
-        StructureError: for a target that is already quantised; and as `add`.
+        ConfigError: for DoRA, another `init`, a number of steps below 1, and an unknown format or block; and as `add`.
+        StructureError: for a target that is already quantised, and for experts; and as `add`.
         SelectionError: as `add`.
 
     Memory:

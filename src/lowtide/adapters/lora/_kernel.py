@@ -1,10 +1,10 @@
 """LoRA for a weight that is not a matrix: kernels of attention and convolutions, and embedding tables.
 
 A kernel W[m..., n...] has two groups of axes, and a product sums over one of them. Its correction is B A with
-B[m..., r] and A[r, n...]. The operation on W over one group is done with that group's factor. The result, which is r
-wide, is multiplied by the other factor. So a convolution becomes one with r channels and a product over channels, as in
-PEFT. A table lookup takes rows of B and multiplies them by A. Stack axes come before both groups, in all leaves.
-Products reach the node only through `lowtide.adapted`.
+B[m..., r] and A[r, n...]. An operation that sums over one group of W is done with the factor that has this group. Its
+result has r in place of the other group, and is multiplied by the other factor. So a convolution becomes one with r
+channels and a product over channels, as in PEFT. A table lookup takes rows of B and multiplies them by A. Stack axes
+come before both groups, in all leaves. Products reach the node only through `lowtide.adapted`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LoRAKernel(AdapterWeight):
         return self.alpha / self.rank
 
     def transposed(self, order: tuple[int, ...]) -> LoRAKernel | None:
-        """Transpose the weight; return None where the order mixes its groups of axes, or its stack with them."""
+        """Transpose the weight; return None where the order mixes its groups of axes or moves its stack axes."""
         num_stack, rows_end = self.num_stacked, self.num_stacked + self.num_rows
         stack, kernel_order = order[:num_stack], order[num_stack:]
         is_swapped = kernel_order[0] >= rows_end
@@ -194,7 +194,7 @@ def _merge_arrays(weight: Any, lora_a: Any, lora_b: Any, scaling: float, num_sta
 
 
 def kernel_name(model: Tree, site: Site) -> str:
-    """Return the name of a kernel: its path with dots. With `ExternalNames` it raises `StructureError`."""
+    """Return the name of a kernel: its path with dots. A model with `ExternalNames` raises `StructureError`."""
     if isinstance(model, ExternalNames):
         hint = 'merge it with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do'
         raise StructureError(f"{site.path}: PEFT's format cannot store the adapter of this kernel", hint=hint)
@@ -210,7 +210,7 @@ def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
 
 
 def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
-    """Return the kernels that a directory adapts: by `Site.index` the name, and the numbers of row and column axes."""
+    """Return the kernels that a directory adapts, by `Site.index`: name, number of row axes, number of column axes."""
     axis_counts: Mapping[str, Any] = (config.file.lowtide_kernels or {}) if config.is_lora else {}
     kernels: dict[int, tuple[str, int, int]] = {}
     for site in () if isinstance(model, ExternalNames) or not config.is_lora else sites(model):

@@ -81,8 +81,9 @@ class Config:
     """A LoRA configuration; `rslora` and `dora` select variants.
 
     Raises:
-        ConfigError: for a rank below 1, an alpha that is not positive and finite, an unknown `init`, or invalid
-            patterns or layers.
+        ConfigError: for a rank below 1, an alpha that is not positive and finite, an unknown `init` or `bias`, or
+            invalid patterns or layers. Also for an odd rank with "orthogonal", `dora` with "pissa" or "olora", and
+            `layers` with "lora_only".
 
     Examples:
         >>> Config(rank=8, targets="**/{q,k,v,o}_proj").scaling
@@ -95,9 +96,8 @@ class Config:
     """The correction is scaled by ``alpha / rank``, so that a change of rank needs no new learning rate."""
     targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
     """Globs, or compiled regular expressions, on the paths of modules (any node with a leaf named ``weight``) or on the
-    paths of the weights themselves; globs that start with ``!`` exclude. The model has to multiply by these weights
-    through `lowtide.core.linear`. ``"all-linear"`` stands for every such matrix of a decoder's layers, without
-    embeddings, head, routers and experts."""
+    paths of the weights themselves; globs that start with ``!`` exclude. `add` says how a model may use these weights.
+    ``"all-linear"`` stands for every matrix of a decoder's layers, without embeddings, head, routers and experts."""
     exclude: Pattern | Sequence[Pattern] = ()
     """Patterns of targets that get no adapter, like globs of `targets` with ``!``."""
     rank_pattern: Mapping[str, int] | Sequence[tuple[str, int]] = ()
@@ -204,9 +204,9 @@ class LoRAWeight(AdapterWeight):
     """The base weight: [out, in], stacked [L, out, in], or for experts [L, E, out, in]. It is an array, or another
     `lowtide.core.LinearWeight`."""
     lora_a: Any
-    """The factor A that reads the input, [r, in] or [L, r, in], float32."""
+    """The factor A that reads the input, [r, in] after the stack axes of the weight, float32."""
     lora_b: Any
-    """The factor B that writes the output, [out, r] or [L, out, r], float32."""
+    """The factor B that writes the output, [out, r] after the stack axes of the weight, float32."""
     alpha: float = dataclasses.field(metadata={"static": True})
     """Numerator of the scale of the correction (static)."""
     lora_magnitude: Any = None
@@ -219,7 +219,7 @@ class LoRAWeight(AdapterWeight):
     start_a: Any = None
     """The first A of an adapter that began as a part of the weight, which does not train; None for others."""
     start_b: Any = None
-    """Likewise B. The correction is then B A minus the product of the two first factors."""
+    """The first B of such an adapter. The correction is then B A minus the product of the two first factors."""
     rslora: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether the scale is ``alpha / sqrt(rank)`` (static)."""
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
@@ -306,7 +306,7 @@ class LoRAWeight(AdapterWeight):
         return linear(low_rank, lora_b)
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
-        """Look up rows of W + scaling B A, for an embedding, without forming it; in the dtype of W.
+        """Look up rows of W + scaling B A, for an embedding, without forming it; in the dtype of W, without dropout.
 
         Args:
             ids: indices of the rows; an index out of range gives NaN.
@@ -318,7 +318,7 @@ class LoRAWeight(AdapterWeight):
             StructureError: with a magnitude.
 
         Memory:
-            The rows, and their rows of B, which the backward pass keeps. Dropout has no effect, as in PEFT.
+            The rows of W, and the same rows of B, which the backward pass keeps.
         """
         if self.lora_magnitude is not None:
             message = f"the lookup of an embedding {list(self.shape)} does not support DoRA"
@@ -345,7 +345,7 @@ class LoRAWeight(AdapterWeight):
         Memory:
             In addition to the result, rows of width r, which the backward pass keeps with `x_MI`.
         """
-        # Experts that are stored as [in, out] read with B and write with A.
+        # For experts that are stored as [in, out], B multiplies the inputs and A gives the outputs.
         lora_a, lora_b = self.factors()
         first, second = (lora_b, lora_a) if transposed else (lora_a, lora_b)
         low_rank = product(x_MI, first, transposed=transposed) * self.scaling
@@ -425,7 +425,7 @@ class LoRAWeight(AdapterWeight):
         """The transposed weight, [in, out], if it is not stacked.
 
         Raises:
-            StructureError: for a stacked weight, whose product would need another node.
+            StructureError: for a stacked weight, whose layer axis would be transposed, too.
         """
         if self.ndim > 2:
             message = f"weight.T of a stacked weight {list(self.shape)} with an adapter also transposes its layer axis"
@@ -450,7 +450,7 @@ def plus(ratio: float) -> optax.GradientTransformation:
     decay.
 
     Args:
-        ratio: B's learning rate divided by that of all other leaves; its authors advise about 16.
+        ratio: B's learning rate divided by that of all other leaves; the authors of LoRA+ advise about 16.
 
     Returns:
         A transformation without state.
@@ -753,10 +753,10 @@ def _subtract_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRA
     return dataclasses.replace(node, start_a=start_a, start_b=start_b)
 
 
-# Layers of a stack whose ranks or alphas differ in PEFT's files: one node of the largest rank. A [r, in] and B [out, r]
-# of other layers are padded with zeros. A component with zeros in its row of A and its column of B adds nothing and has
-# no gradient. So a layer of a lower rank keeps that rank. The scale of a layer comes from its own rank and alpha, and
-# is stored relative to the node's scale.
+# Layers of a stack whose ranks or alphas differ in PEFT's files become one node of the largest rank. A [r, in] and B
+# [out, r] of other layers are padded with zeros. A component with zeros in its row of A and its column of B adds
+# nothing and has no gradient. So a layer of a lower rank keeps that rank. The scale of a layer comes from its own rank
+# and alpha, and is stored relative to the node's scale.
 
 
 def _stack_scales(

@@ -85,11 +85,11 @@ def add(
         does not use it as a matrix. `TRAINABLE`, the glob ``"**/lora_*"``, selects exactly the trainable leaves.
 
     Raises:
-        SelectionError: when a pattern matches nothing.
+        SelectionError: when a pattern matches nothing, or `exclude` or `modules_to_save` leave no target.
         StructureError: for a target that is not a floating-point matrix, or already has an adapter; for (IA)³ on
-            outputs to which the model adds a bias itself; for an embedding that is also the head; with `fn`, for a
-            target that `fn` does not use, or uses in several or unsupported ways. Without `fn`,
-            `lowtide.value_and_grad` and the trainer raise this last error.
+            outputs to which the model adds a bias itself; for an embedding that is also the head; for an array of
+            `modules_to_save` or `bias` that cannot train; with `fn`, for a target that `fn` does not use, or uses in
+            several or unsupported ways. Without `fn`, `lowtide.value_and_grad` and the trainer raise this last error.
         ConfigError: when the rank exceeds a target's smaller dimension, when `layers` names a layer that does not
             exist, or when `key` is missing. Also for configurations that kernels, experts and embeddings do not support
             (DoRA, some layers, (IA)³, VeRA). Also when `model` is a Keras or NNX object: pass its arrays.
@@ -145,7 +145,7 @@ def add(
 def merge(model: Tree) -> Tree:
     """Fold every adapter into its weight (for LoRA, W + scaling B A), in float32, rounded once to the dtype of W.
 
-    The given model stays unchanged. `unmerge` removes an adapter from weights that exist only in merged form.
+    The given model stays unchanged; drop it to free its weights. `unmerge` removes an adapter from merged weights.
 
     Args:
         model: a model with adapters.
@@ -155,12 +155,11 @@ def merge(model: Tree) -> Tree:
         bfloat16 loses the part of a correction that is below half a unit in the last place of W.
 
     Raises:
-        StructureError: when there is no adapter, or a base weight is not an array.
+        StructureError: when there is no adapter, one lacks a leaf (half of a partition), or a base is not an array.
         NonFiniteError: when a merged weight has a value that is not finite (not detected under `jax.jit`).
 
     Memory:
-        A new array for each adapted weight, made one at a time, and meanwhile a float32 copy of one layer of it. The
-        given model is not changed: drop it to free its weights.
+        A new array for each adapted weight, made one at a time, and meanwhile a float32 copy of one layer of it.
 
     Examples:
         >>> from lowtide.adapters.lora import LoRAWeight
@@ -202,7 +201,7 @@ def disable(model: Tree) -> Tree:
         The model with the base weights in place of the adapters.
 
     Raises:
-        StructureError: when there is no adapter.
+        StructureError: when there is no adapter, or one lacks a leaf, as in one half of a partition.
 
     Memory:
         No copy.
@@ -228,9 +227,8 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
     outside the function, which sees arrays: ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``.
 
     Each product draws one mask of the shape of its inputs. So all examples of a `jax.vmap`, and all steps of a scan
-    over time, share one mask. For different masks, call it inside, with a key for each: ``jax.vmap(lambda x,
-    key: fn(lt.lora.dropout(model, 0.1, key=key), x))(x, jax.random.split(key,
-    len(x)))``, and in a scan with ``jax.random.fold_in(key, step)``.
+    over time, share one mask. For different masks, call it inside of them, with a key for each: a `jax.vmap` maps over
+    ``jax.random.split(key, len(x))``, and a scan uses ``jax.random.fold_in(key, step)``.
 
     Args:
         model: a model with LoRA, DoRA or VeRA adapters.
@@ -238,11 +236,11 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
         key: a JAX random key.
 
     Returns:
-        The model, its adapters with a `dropout_key`.
+        The model, its adapters with a `dropout_key`. With a rate of 0, the model itself.
 
     Raises:
         ConfigError: for a rate out of range.
-        StructureError: when there is no adapter, or one that has no dropout: (IA)³, or one of a kernel or of experts.
+        StructureError: when there is no adapter, or one lacks a leaf or has no dropout: (IA)³, kernels and experts.
 
     Memory:
         The backward pass keeps the inputs of each correction, after dropout, in addition to those of the weight.
@@ -324,7 +322,10 @@ def report(model: Tree) -> Report:
         model: a model, with or without adapters; shapes are enough.
 
     Returns:
-        The weights with adapters, with parameters and bytes; its text is a table.
+        The weights with adapters, with parameters and bytes; ``str`` gives a line for each.
+
+    Raises:
+        StructureError: when an adapter lacks a leaf, as in one half of a partition.
 
     Memory:
         None.

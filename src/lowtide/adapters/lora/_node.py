@@ -24,7 +24,7 @@ _PRODUCT_HINT = "multiply with lowtide.core.linear(x, weight), or under jax.vmap
 
 
 class AdapterWeight(WrappedWeight):
-    """A weight with an adapter: the protocol of the nodes of all kinds."""
+    """A weight with an adapter: the base class of the nodes of all kinds."""
 
     NAME: ClassVar[str]
     """Name of the kind, as its authors write it."""
@@ -49,7 +49,7 @@ class AdapterWeight(WrappedWeight):
         return self.kind if self.rank is None else f"{self.kind} of rank {self.rank}"
 
     def scaled_factors(self) -> tuple[Any, Any] | None:
-        """Return A and B, with all scales of their product included; None if the weight plus B A is not the result."""
+        """Return A and B, with all scales of their product included; None for kinds that do not compute W + B A."""
         return None
 
     def inverted(self) -> Any:
@@ -148,7 +148,7 @@ def named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
 
 
 def shard_leaf(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    """Place a leaf; the shape of an abstract one gets the sharding."""
+    """Place an array on its devices; a `jax.ShapeDtypeStruct` gets the sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return put(leaf, sharding)

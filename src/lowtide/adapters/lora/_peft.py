@@ -3,8 +3,8 @@
 An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. A module ``m`` has the tensors
 ``base_model.model.m.lora_A.weight`` [r, in] and ``base_model.model.m.lora_B.weight`` [out, r]. Module names in the
 configuration are matched as PEFT 0.21 does (`tuners_utils.check_target_module_exists`, `other.get_pattern_key`). An
-entry of a list equals a name, or ends it after a dot. A text is a regular expression for the whole name. The keys of
-`rank_pattern` and `alpha_pattern` are regular expressions for the end of a name; the first match decides.
+entry of a list matches a name that equals it, or ends with it after a dot. A text is a regular expression for the whole
+name. Keys of `rank_pattern` and `alpha_pattern` are such expressions for the end of a name; the first match decides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Beginning of the names of tensors, before the name of the module."""
 LORA = "LORA"
-"""PEFT's name of LoRA, the kind of files that state none."""
+"""PEFT's name of LoRA. Files without `peft_type` are of this kind."""
 LORA_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 """Ends of the names of LoRA's tensors, by leaf."""
 BIASES = ("none", "lora_only", "all")
@@ -61,9 +61,8 @@ class AdapterKind(Protocol):
     peft_type: ClassVar[str]
     """PEFT's name of the kind."""
     config_type: ClassVar[type[Any]]
-    """The class of its configurations."""
     schema: ClassVar[str]
-    """Name of the class in `_schema.py` that lists the options which are read of its `adapter_config.json`."""
+    """Name of the class in `_schema.py` that lists the options that are read from its `adapter_config.json`."""
     needs_key: ClassVar[bool] = True
     """Whether its initial values are random."""
     default_options: ClassVar[Mapping[str, Any]] = {"bias": "none", "layers_pattern": None, "layers_to_transform": None}
@@ -92,17 +91,17 @@ class AdapterKind(Protocol):
 
     @abstractmethod
     def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
-        """Return the ends of the file's names of a node's leaves, by leaf; those of a table are transposed there."""
+        """Return the ends of the names of a node's leaves in files, by leaf; leaves of a table are transposed there."""
         ...
 
     @abstractmethod
     def entry(self, node: Any, scale: float) -> dict[str, Any]:
-        """Return the values for `describe` of one layer of a node, whose correction has an additional scale."""
+        """Return the values for `describe` of one layer of a node; its correction has the additional factor `scale`."""
         ...
 
     @abstractmethod
     def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:
-        """Return the options of this kind in addition to those of all kinds; arguments as of `describe`."""
+        """Return the options of this kind in addition to those of all kinds; arguments as in `describe` below."""
         ...
 
     def layer_ranks(self, site: Site, leaves: Mapping[str, np.ndarray]) -> list[int] | None:
@@ -136,9 +135,7 @@ class PeftConfig:
     file: Any
     """The file's contents, in the schema of its kind."""
     kind: AdapterKind
-    """The kind of adapter."""
     matcher: Matcher
-    """Matcher of the file's patterns."""
     source: str
     """The file, for messages."""
     tables: frozenset[str] = frozenset()
@@ -156,7 +153,7 @@ class PeftConfig:
         return float(value_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
 
     def scale_of(self, names: Sequence[str], path: str) -> tuple[int, float]:
-        """Return the one rank and alpha of a stack, from the names of its layers and its path here."""
+        """Return the common rank and alpha of a stack's layers; ModelFileError, which names `path`, if they differ."""
         scales = {(self.rank_of(name), self.alpha_of(name)) for name in names}
         if len(scales) > 1:
             pairs = shortened(", ".join(f"rank {rank} alpha {alpha:g}" for rank, alpha in sorted(scales)))
@@ -234,7 +231,7 @@ def describe(
 
 
 def is_saved(names: Sequence[str], module: str) -> bool:
-    """Return whether the name of a module, or of one of its parents, ends with one of these."""
+    """Return whether the name of a module, or of one of its parents, ends with one of `names`."""
     parts = module.split(".")
     return any(".".join(parts[: end + 1]).endswith(tuple(names)) for end in range(len(parts)))
 
@@ -274,9 +271,9 @@ def target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str] 
 
 
 class Matcher:
-    """Matches the patterns of one file, named `source` in messages; `matches` reduces the time that is left.
+    """Matcher of the patterns of one file. Mutable: `matches` reduces the time that is left.
 
-    No time limit applies with `is_trusted`, where Lowtide wrote the patterns itself.
+    `source` names the file in messages. With `is_trusted`, Lowtide wrote the patterns, and there is no time limit.
     """
 
     def __init__(self, source: str, *, is_trusted: bool = False) -> None:
@@ -338,7 +335,7 @@ class TensorFile:
         return tuple(self.handle.get_slice(key).get_shape())
 
     def read(self, key: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Read a tensor of this shape and finite values, in float32."""
+        """Read a tensor in float32; another shape, or values that are not finite, raise ModelFileError."""
         self.check(key, shape)
         with np.errstate(over="ignore"):  # a float64 value may overflow to infinity
             values = np.asarray(self.handle.get_tensor(key), np.float32)
@@ -359,7 +356,7 @@ class TensorFile:
 
 
 def check_array(path: Path, site: Site, role: str) -> None:
-    """Raise if a weight is quantised; `role` is what the file has for it, which needs an array."""
+    """Raise if a weight is quantised; `role` is a verb phrase for the message, such as "trains as a whole"."""
     if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         message = f"{path}: {site.path} {role}, but is quantised in this model"
         raise ModelFileError(message, got=f"a {type(site.weight).__name__}", hint="do not quantise it")
@@ -385,7 +382,7 @@ def mask_scale(mask: Sequence[bool]) -> Array | None:
 
 
 def host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Return an adapter's leaves by name, and the scales of its layers."""
+    """Return an adapter's leaves by name, and the scales of its layers (None without)."""
     leaves = {name: getattr(site.node, name) for name in site.node.AXES if getattr(site.node, name) is not None}
     check_values(site.path, leaves.values())
     if "start_a" in leaves:

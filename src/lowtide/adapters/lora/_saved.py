@@ -120,7 +120,7 @@ class SavedWeight(AdapterWeight):
 
 
 def make_saved(weight: Any, values: Any = None) -> SavedWeight:
-    """Make the node of an array; the copy has `values` or the array's, its sharding, and is abstract if it is."""
+    """Make the node of an array. The copy has its sharding and its values, or `values`; for a shape it is a shape."""
     sharding = getattr(weight, "sharding", None)
     if isinstance(weight, jax.ShapeDtypeStruct):
         return SavedWeight(weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=sharding))

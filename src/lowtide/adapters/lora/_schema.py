@@ -31,7 +31,7 @@ class CommonFile(BaseModel):
     target_modules: Names | None = None
     """Modules that have an adapter; None when the file does not say."""
     exclude_modules: Names | None = None
-    """Modules among them that have no adapter."""
+    """Modules among `target_modules` that have no adapter."""
     layers_to_transform: Layer | list[Layer] | None = None
     """Layers that have an adapter; None for all."""
     layers_pattern: Word | list[Word] | None = None

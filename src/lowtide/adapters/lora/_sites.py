@@ -156,7 +156,7 @@ def match_field(field: str, names: Sequence[str], patterns: Any) -> list[str]:
 
 
 def select_sites(model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pattern | Sequence[Pattern]) -> list[Site]:
-    """Return the sites whose module or own path matches the patterns; errors as in `lowtide.core.match_names`."""
+    """Return the sites whose module or own path `targets` match, without `exclude`; errors as in `match_names`."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
         if is_adapter(site.node) or hasattr(site.node, "shape"):
@@ -211,7 +211,7 @@ def _layer_index(site: Site) -> int | None:
 
 
 def layer_scale(site: Site, layers: Sequence[int] | None) -> Any:
-    """Make the leaf that is 1 for chosen layers of a stack and 0 for the others; None where all have an adapter."""
+    """Make the leaf that is 1 for chosen layers of a stack and 0 for the others; None without `layers` or a stack."""
     if layers is None or len(site.weight.shape) != 3:
         return None
     return make_leaf(site, (), lambda shape: jnp.asarray([float(i in layers) for i in range(shape[0])], jnp.float32))

@@ -115,7 +115,7 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
         return int(self.vera_a.shape[-2])
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """Compute x Wᵀ + b * (d * (x Aᵀ)) Bᵀ, in the dtype of `x`.
+        """Compute x Wᵀ + b * ((d * (x Aᵀ)) Bᵀ), in the dtype of `x`.
 
         Args:
             x: activations, shape [..., in].
@@ -125,7 +125,7 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
 
         Memory:
             In addition to the result, activations of width r and, before b scales them, of width out. The backward pass
-            keeps both. Nothing of shape [out, in].
+            keeps both, and nothing of shape [out, in].
         """
         dropped_x = x if self.dropout_key is None else apply_dropout(x, self.dropout_key, self.dropout)
         low_rank = linear(dropped_x, self.vera_a)

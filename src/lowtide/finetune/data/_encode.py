@@ -191,7 +191,7 @@ def encode_pieces(tokenizer: Tokenizer, file: TextIO, *, special: bool) -> Itera
 
 
 class _Buffer:
-    """Loaded part of a text file. This object is mutated: it reads more text, and drops text that is done."""
+    """Loaded part of a text file. Mutable: it reads more text, and drops text that is done."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._text, self._begin = file, "", 0
@@ -257,7 +257,7 @@ def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 class Encoder:
-    """Tokeniser of records of one kind. This object is mutated: the first chat starts a process for its template.
+    """Tokeniser of records of one kind. Mutable: the first chat starts a process for its template.
 
     Text, and a prompt with its completion, get the tokenizer's special tokens and an end token. A chat has only the
     special tokens of its template. An Alpaca record becomes a chat if the model has a template, otherwise the text that
@@ -404,7 +404,7 @@ def open_store(
     """Tokenise records into files, or open the files of an earlier call.
 
     A template that writes the date and has no day gets today as its day, since a store must not depend on the time of
-    day. The total is unknown, so `on_progress` gets the number of finished records twice.
+    day. The total is unknown, so both arguments of `on_progress` are the number of finished records.
     """
     settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
     if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:

@@ -21,9 +21,18 @@ from ...core import ConfigError, DataError, check_integer, check_number, shown
 from .._config import FinetuneConfig, flag_of, with_seq_len
 from . import _formats
 from ._chat import ChatTemplate, load_chat_template
-from ._encode import LongEncoding, check_ids, encode, encode_pieces, largest_id, name_documents, refuse_unknown_id
+from ._encode import (
+    LongEncoding,
+    check_ids,
+    encode,
+    encode_pieces,
+    largest_id,
+    name_documents,
+    open_store,
+    refuse_unknown_id,
+)
 from ._normalize import parse_columns
-from ._pack import EvaluationBatches, TextData, record_data
+from ._pack import EvaluationBatches, TextData, pack_stores
 from ._read import files_below, folder_of_records, is_records, read_records, unreadable
 
 _MOST_NAMES = 6
@@ -63,32 +72,37 @@ def load_data(
         size = f"{config.batch_size} × {config.seq_len:,}"
         hint = f"lower --seq-len or --batch-size, to at most {_MOST_BATCH_TOKENS:,} tokens in a batch"
         raise ConfigError(f"seq_len: a batch of {size} tokens is too large", hint=hint)
-    options: dict[str, Any] = {
-        "seq_len": config.seq_len or (lambda longest: with_seq_len(config, context, longest).seq_len),
+    encode_options: dict[str, Any] = {"end_token": end_token, "vocab_size": vocab_size, "on_progress": on_progress}
+    batch_options: dict[str, Any] = {
         "batch_size": config.batch_size,
         "seed": config.seed,
-        "end_token": end_token,
-        "vocab_size": vocab_size,
         "held_out_fraction": config.held_out_fraction,
-        "on_progress": on_progress,
     }
     is_plain = not is_read_as_records(config.data, config.columns)
     if config.packing == "contiguous" or (config.packing == "auto" and is_plain):
         _refuse_record_settings(config, is_plain=is_plain)
         documents = _texts(config.data, config.columns)
         eval_documents = None if config.eval_data is None else _texts(config.eval_data, config.columns)
-        return _with_notes(text_data(documents, tokenizer, eval_documents=eval_documents, **options), config)
+        seq_len = config.seq_len or (lambda longest: with_seq_len(config, context, longest).seq_len)
+        options = encode_options | batch_options
+        data = text_data(documents, tokenizer, eval_documents=eval_documents, seq_len=seq_len, **options)
+        return _with_notes(data, config)
     template = load_chat_template(directory, config.chat_template)
-    data = record_data(
-        _source(config.data, config.columns),
+    dated_template = None if template is None else dataclasses.replace(template, day=day)
+    source = _source(config.data, config.columns)
+    eval_source = None if config.eval_data is None else _source(config.eval_data, config.columns)
+    encode_options |= {"columns": parse_columns(config.columns), "loss_on": config.loss_on}
+    store = open_store(source, tokenizer, dated_template, **encode_options)
+    eval_store = store if eval_source is None else open_store(eval_source, tokenizer, dated_template, **encode_options)
+    data = pack_stores(
+        store,
+        eval_store,
         tokenizer,
-        None if template is None else dataclasses.replace(template, day=day),
-        eval_source=None if config.eval_data is None else _source(config.eval_data, config.columns),
-        columns=config.columns,
-        loss_on=config.loss_on,
+        dated_template,
+        seq_len=with_seq_len(config, context, int(store.lengths.max(initial=1))).seq_len,
         packing="best-fit" if config.packing == "auto" else config.packing,
         too_long=config.too_long,
-        **options,
+        **batch_options,
     )
     return _with_notes(data, config, template)
 

@@ -40,7 +40,7 @@ class DataReport:
     num_blank: int
     """Blank records of the source, which were skipped."""
     num_tokens: int
-    """Tokens of all these documents."""
+    """Tokens of all documents that are not blank."""
     num_cut: int
     """Documents longer than a row that were cut or split."""
     num_dropped: int
@@ -54,7 +54,7 @@ class DataReport:
     utilisation: float
     """Fraction of the tokens in training rows that are not padding."""
     loss_share: float
-    """Fraction of these tokens that are learned."""
+    """Fraction of the tokens without padding that are learned."""
     num_held_out_left_out: int
     """Evaluation documents that were dropped as too long, or have no token to learn."""
     num_held_out_lost_tokens: int
@@ -106,7 +106,7 @@ def record_data(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     *,
-    seq_len: int | Callable[[int], int],
+    seq_len: int,
     batch_size: int,
     seed: int,
     eval_source: Source | None = None,
@@ -125,13 +125,13 @@ def record_data(
         source: a path for `read_records`, or texts, or texts by their name in errors.
         tokenizer: the model's tokenizer.
         template: its chat template, if any.
-        seq_len: tokens in a row, T; or a function that maps the number of tokens of the longest document to T.
+        seq_len: tokens in a row, T.
         batch_size: rows in a batch, B.
         seed: seed of the split and of the order of rows.
         eval_source: a separate evaluation set; None: a fraction of the documents is held out.
         columns: ``field=column`` words.
         end_token: token appended to text and completions.
-        held_out_fraction: this fraction, at least one document.
+        held_out_fraction: fraction of the documents to hold out, at least one document.
         loss_on: ``completion`` or ``all``.
         packing: ``best-fit``, or ``none`` for one document a row.
         too_long: ``cut``, ``split`` or ``drop``.
@@ -146,13 +146,43 @@ def record_data(
         The host holds about 100 bytes a document, and the rows of the batches that Grain prefetches. The tokens are in
         memory-mapped files of 5 bytes a token, whose pages the system may evict.
     """
-    import grain  # takes a second; `import lowtide` does not need it
-
     options: Any = {"end_token": end_token, "loss_on": loss_on, "vocab_size": vocab_size, "on_progress": on_progress}
     options["columns"] = parse_columns(columns)
     store = open_store(source, tokenizer, template, **options)
     eval_store = store if eval_source is None else open_store(eval_source, tokenizer, template, **options)
-    seq_len = seq_len if isinstance(seq_len, int) else seq_len(int(store.lengths.max(initial=1)))
+    return pack_stores(
+        store,
+        eval_store,
+        tokenizer,
+        template,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
+        held_out_fraction=held_out_fraction,
+        packing=packing,
+        too_long=too_long,
+    )
+
+
+def pack_stores(
+    store: Store,
+    eval_store: Store,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    held_out_fraction: float,
+    packing: str,
+    too_long: str,
+) -> RecordData:
+    """Split, pack and shuffle tokenised records, as `record_data` does.
+
+    If `eval_store` is `store` itself, a fraction of its documents is held out.
+    """
+    import grain  # takes a second; `import lowtide` does not need it
+
     train, held_out = _split_documents(store, eval_store, held_out_fraction, seed)
     pack = partial(_pack, seq_len=seq_len, packing=packing, too_long=too_long)
     train, rows, counts = pack(store, train, "data: ")

@@ -149,7 +149,7 @@ class RecordFolder:
 
 
 def folder_of_records(folder: Path) -> RecordFolder | None:
-    """Sort the files in and below a folder; None if it is text, records of several formats, or saved by `datasets`."""
+    """Classify the files below a folder; None if it is text, records of several formats, or saved by `datasets`."""
     if not folder.is_dir() or _find_split(folder) is not None:
         return None
     files = files_below(folder)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _GOOD_RESIDUAL = 0.05
 """Largest error of a good fit at the held-out size, as a share of the growth."""
 _LINEAR_RESIDUAL = 0.002
-"""Largest error of a line that needs no check, since a small curvature at small sizes is large at large sizes."""
+"""Largest error of a line that needs no fourth size: a small curvature at small sizes is large at large sizes."""
 _MAX_DOUBLINGS = 3
 """Number of times to double the largest size if the fit is poor or flat: small sizes may be only padding."""
 _MAX_SIZE = 2**40
@@ -204,8 +204,10 @@ def extrapolate(
         not, unless the answer is the maximum. Host memory counts, too, if the target states its host memory.
 
     Raises:
-        ConfigError: for sizes that do not increase, or a limit that is neither given nor known. Also when nothing fits,
-            or when the bytes do not grow with the size and there is no maximum.
+        ConfigError: for sizes that are not two or more increasing numbers; for an invalid `limit`, `maximum` or
+            `multiple_of`; for a limit that is neither given nor known. Also when nothing fits, or when the bytes do not
+            grow with the size and there is no maximum.
+        TargetError: for an unknown target.
         Exception: any exception of `make` or the compiler, unchanged.
 
     Memory:
@@ -272,7 +274,7 @@ def _polynomial(points: Sequence[tuple[int, int]], degree: int) -> tuple[float, 
 
 
 def _midpoint(low: int, high: int | None) -> int:
-    """Return the middle of two steps; their geometric mean if they are far apart."""
+    """Return the middle of two steps (their geometric mean if they are far apart); twice `low` without a `high`."""
     if high is None:
         return 2 * low
     return math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
@@ -348,7 +350,7 @@ class _Search:
         return device_bytes <= self.limit_bytes and (host_limit is None or host_bytes <= host_limit)
 
     def run(self, fit: ByteFit, host_fit: ByteFit) -> int:
-        """Find the largest size that fits, such that it and the next size are compiled."""
+        """Find the largest size that fits, and compile it and the next size."""
         # `low` fits, or is assumed to fit if it is not compiled; `high` does not fit.
         fitting_size = max(size for size, point in self.points.items() if point.fits)
         failed = [size for size, point in self.points.items() if not point.fits and size > fitting_size]

@@ -181,7 +181,7 @@ def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
 
 
 class _Formulas:
-    """Value numbering: variables with equal formulas have equal numbers; `states` of one shape and dtype are equal."""
+    """Value numbering: variables with equal formulas have equal numbers; `states` of one type count as equal."""
 
     def __init__(self, jaxpr: Any, states: list[Any]) -> None:
         self._numbers: dict[Any, int] = {var: hash(("state", str(var.aval))) for var in states}

@@ -14,15 +14,13 @@ from typing import Any
 
 from ...core import format_bytes, leaf_bytes, parse_bytes
 from ...hlo import ArgumentLeaf, CompiledProgram, Edge, Graph, Value, compile_program, reachable
-from ...report import Buffer, MemoryReport
+from ...report import COMPUTED_ROLES, Buffer, MemoryReport
 from ...targets import Target
 from .._analysis import Role, examine
 from .._owners import Owners
 from ._jaxpr_rules import checkpoint_names, constants, dtypes, duplicated_averages, multiplied_out, with_runs
 from ._rules import Finding, leaf_finding
 
-COMPUTED_ROLES = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
-"""Roles of values that a step computes from its batch."""
 _PRODUCTS = {"convolution", "custom-call", "dot"}
 _PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
 _MIN_LOGITS_SHARE = 0.01
@@ -46,7 +44,7 @@ def lint(
         *args: its arguments, or shapes of them.
         target: target to compile for.
         roles: as in `lowtide.memory.analyze`; no rule needs them.
-        min_bytes: smaller findings are dropped, except unmatched checkpoint names, which may have no bytes.
+        min_bytes: fewest bytes of a finding, or text such as ``"1 MiB"``; unmatched checkpoint names may have none.
         donate_argnums: as in `jax.jit`.
         static_argnums: as in `jax.jit`.
         **kwargs: keyword arguments of `fn`.
@@ -55,7 +53,8 @@ def lint(
         Findings, the largest first; empty if no rule applies.
 
     Raises:
-        ConfigError: for a `min_bytes` that is not a size; otherwise as `lowtide.memory.compile`.
+        ConfigError: for a `min_bytes` that is not a size.
+        Exception: as `lowtide.memory.analyze`.
 
     Memory:
         Nothing is allocated on the target.

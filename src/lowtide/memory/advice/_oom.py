@@ -55,7 +55,7 @@ def explain_oom(
 
     Raises:
         OutOfMemoryError: instead of JAX's error, which is its cause. Code can read its `report` and `remedies`. If the
-            explanation itself fails, JAX's error is raised with a note.
+            explanation fails, or no program was compiled in the block, JAX's error is raised with a note.
 
     Memory:
         Programs compiled inside the block are kept until its end. After a failure one of them is compiled again, on
@@ -139,12 +139,15 @@ def shortage(
         program: a program from `lowtide.memory.compile`.
         when: text that states when memory ran out.
         roles: role names and their arguments, as in `lowtide.memory.analyze`.
-        budget_bytes: the limit in bytes; by default that of its target.
+        budget_bytes: the limit in bytes; by default the `device_bytes` of its target.
         top: number of owners and remedies in the message.
         hint: the hint of the error.
 
     Returns:
         The error, for the caller to raise. Code can read its `report` and `remedies`.
+
+    Raises:
+        ConfigError: for roles that do not fit the arguments.
 
     Memory:
         Reads the compiler's dump; allocates nothing on the device.

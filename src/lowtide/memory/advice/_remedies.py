@@ -21,12 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...core import format_bytes
 from ...hlo import ArgumentLeaf
-from ...report import Buffer, MemoryReport, live_bytes
+from ...report import COMPUTED_ROLES, Buffer, MemoryReport, live_bytes
 from ...targets import Target
 from .._analysis import Program, Role, compile, examine
 from .._job import Job
 from .._owners import Owners
-from ._lint import COMPUTED_ROLES, lint_owners, logits
+from ._lint import lint_owners, logits
 from ._rules import Finding
 
 _LOSS_CHUNKS = 8
@@ -107,7 +107,7 @@ def remedies(
         Remedies that save at least 1 % of the device bytes, the largest saving first.
 
     Raises:
-        Exception: as `lowtide.memory.compile`.
+        Exception: as `lowtide.memory.analyze`.
 
     Memory:
         Nothing is allocated on the target.
@@ -137,7 +137,7 @@ def advise(
         The report, and the remedies in the form of `remedies`.
 
     Raises:
-        Exception: as `lowtide.memory.compile`.
+        Exception: as `lowtide.memory.analyze`.
 
     Memory:
         Nothing is allocated on the target.
@@ -503,7 +503,7 @@ def _group_buffers(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
 
 
 def _are_layers(buffers: Sequence[Buffer]) -> bool:
-    """Return whether most kept bytes are of arrays that occur three times or more with one line and shape."""
+    """Return whether half of the bytes or more are of arrays that occur three times or more with one line and shape."""
     repeated_bytes = [b.num_bytes for group in _group_buffers(buffers).values() if len(group) > 2 for b in group]
     return 2 * sum(repeated_bytes) >= sum(b.num_bytes for b in buffers)
 

@@ -46,7 +46,7 @@ _NORMS: Mapping[str, str] = {"attn_norm": "input_layernorm", "mlp_norm": "post_a
 def names(
     *, attn: str = "q k v o", mlp: str = "gate up down", qk_norm: bool = False, norms: Mapping[str, str] = _NORMS
 ) -> dict[str, str]:
-    """Return a table from module paths to Hugging Face names, with ``{layer}`` and ``{expert}`` for indices.
+    """Return a table from module paths to Hugging Face names, with ``{layer}`` for the index of a layer.
 
     `norms` maps our names of norms to those of Hugging Face.
     """
@@ -60,7 +60,7 @@ def names(
 
 
 def expert_parameters(gate_up: str = "gate up") -> dict[str, tuple[str, ...]]:
-    """Map the `transformers` parameters of all experts to our modules in them, of which `gate_up` form one matrix."""
+    """Map the `transformers` parameters that hold all experts to our modules; `gate_up` lists those of the first."""
     experts = {"gate_up_proj": gate_up, "down_proj": "down"}
     return {
         f"{_MLP}.experts.{parameter}": tuple(f"layers/mlp/experts/{name}" for name in modules.split())
@@ -77,10 +77,10 @@ class Family:
     architecture: str
     """Name of the class in `transformers`."""
     names: Mapping[str, str]
-    """Table from paths of modules or single leaves to tensor names in checkpoints."""
+    """Table from paths of modules, or of single leaves, to their names in checkpoints."""
     expert_parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
-    """Table from the `transformers` parameters that hold all experts of a layer, in its order, to the modules whose
-    outputs they concatenate."""
+    """Table from the `transformers` parameters that hold all experts of a layer to the modules in them, both in the
+    order of `transformers`."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Fields of `DecoderConfig` with one value for the whole family."""
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
@@ -92,7 +92,7 @@ class Family:
     also: Sequence[str] = ()
     """Further fields of `config.json` that `read` handles."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
-    """Fields that may only have one of these values."""
+    """Fields that must be null or have one of these values."""
     stored: Sequence[str] = ()
     """Fields of ``also`` that the family's class in `transformers` stores but never applies; we ignore them, too."""
     read: Callable[[ConfigFile], Mapping[str, Any]] = lambda file: {}
@@ -128,7 +128,7 @@ def router_loss(file: ConfigFile) -> float:
 
 
 def write_experts(config: DecoderConfig, **hf_names: str) -> dict[str, Any]:
-    """Return the fields of `config.json` for these fields of `Experts`, and for the load-balancing loss."""
+    """Return fields of `config.json`: those of `Experts` that `hf_names` renames, and the load-balancing loss."""
     experts = config.experts
     assert experts is not None
     fields = {hf_name: getattr(experts, name) for name, hf_name in hf_names.items()}
@@ -345,7 +345,7 @@ _QWEN3_MOE = dataclasses.replace(
 
 # Gemma 2 and 3: norms before and after attention and MLP, norm weights around zero, scaled embeddings, sliding layers.
 # Gemma 2 has soft caps on scores and logits. Gemma 3 normalises queries and keys, and its sliding-window layers use a
-# separate rotary base. From a Gemma 3 with images only the text decoder is read.
+# separate rotary base. For a Gemma 3 with images, only the text decoder is read.
 _GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
     "attn_post_norm": "post_attention_layernorm",

@@ -40,7 +40,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
 }
-"""Values without effect, for keys with others than absence, false and 0; a scale of 0 means no scale."""
+"""Values without effect, by key; for all other keys they are false, 0 and empty. A scale of 0 means no scale."""
 _WIDEST = {"gemma2": 46, "gemma3": 62}
 """Numbers of layers that identify the 27B models, whose attention scale uses hidden size / heads, not `head_dim`."""
 _ROPE = "rope_freqs.weight"
@@ -104,7 +104,7 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 class _Keys:
-    """Metadata of an architecture, and a record of the keys that were read."""
+    """Metadata of an architecture. Mutable: it records which keys were read."""
 
     def __init__(self, header: Header, architecture: str) -> None:
         self.header, self.prefix = header, f"{architecture}."
@@ -190,7 +190,7 @@ def _gemma(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(keys: _Keys, pattern: Any, layers: int) -> list[str]:
-    """Return the attention type of each layer, from a period (the last layer of each is full) or from a list."""
+    """Return the attention type of each layer, from a period (its last layer is full) or from a list."""
     if type(pattern) is int and pattern > 0 and layers <= len(keys.header.places):
         sliding_layers: Sequence[Any] = [layer % pattern < pattern - 1 for layer in range(layers)]
     elif isinstance(pattern, list) and all(type(is_sliding) is bool for is_sliding in pattern):  # pyright: ignore
@@ -280,7 +280,7 @@ def _read_factors(keys: _Keys, place: Place, rotary_dim: int) -> list[float]:
 
 
 def _scaling_from_factors(factors: list[float], theta: float, rotary_dim: int) -> dict[str, Any] | None:
-    """Return the Llama 3 scaling rule that produces these factors; otherwise the factors themselves, as longrope."""
+    """Return the Llama 3 rule that gives these factors, or else the factors as longrope; None if all factors are 1."""
     stored_factors, max_factor = np.asarray(factors), max(factors)
     if max_factor == 1 == min(factors):
         return None

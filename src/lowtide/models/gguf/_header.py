@@ -39,7 +39,7 @@ Q6_K 0.68; longer rows do not help."""
 
 @dataclasses.dataclass(frozen=True)
 class Long:
-    """A text or array that is not kept, because it or the total is too long."""
+    """A text or array that is not kept: an array of texts, or one that is too long, alone or in total."""
 
     count: int
 
@@ -80,7 +80,7 @@ class Header:
 def read_header(file: Path) -> Header:
     """Read the header of a regular file; one that is damaged or not supported raises ModelFileError.
 
-    It raises ConfigError without the library `gguf`. Memory: names of tensors and short values; the file is mapped.
+    Without the library `gguf` it raises ConfigError. Memory: names of tensors and short values; the file is mapped.
     """
     tensor_kinds = _kinds()
     try:
@@ -96,7 +96,7 @@ def read_header(file: Path) -> Header:
 
 @dataclasses.dataclass
 class _Reader:
-    """A position in the file that only moves forward."""
+    """Reader of a header. Mutable: its position moves forward, and its limits shrink."""
 
     file: Path
     content: mmap.mmap
@@ -256,7 +256,7 @@ def _kinds() -> dict[int, Kind]:
 
 
 def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
-    """Dequantise whole blocks, given as rows of bytes, to rows of float32, which are in memory twice."""
+    """Dequantise rows of whole blocks, given as bytes, to float32. The result is in memory twice while it is made."""
     gguf = _gguf()
     rows, width = blocks.shape
     # The library dequantises 16 rows at a time. Blocks are independent of row boundaries, and longer rows are faster.
@@ -277,7 +277,7 @@ def _is_dequantized(kind: Kind) -> bool:
 
 
 def tensor_names(architecture: str) -> Callable[[str], str | None]:
-    """Return a function from Hugging Face names in the first layer to names in the file, or None for unknown names."""
+    """Return a function from Hugging Face names in the first layer to names in the file; it returns None if unknown."""
     gguf = _gguf()
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     return functools.partial(gguf.get_tensor_name_map(number, 1).get_name, try_suffixes=(".weight", ".bias"))

@@ -124,7 +124,7 @@ class GgufTensor:
         return self.place.num_bytes if self.expert is None else self.place.num_bytes // self.place.shape[0]
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a part of the weight: in the stored dtype, or in float32 if it is quantised."""
+        """Return a part of the weight: in float32 if it is quantised or has `added`, else in the stored dtype."""
         if len(self.shape) == 1:  # a vector is small, so all of it is read
             values = self._values(np.arange(1), slice(0, self.shape[0]))[0]
             return values[self._file_rows(np.arange(values.size))][index[0]]

@@ -33,7 +33,7 @@ def refuse_explicit_axes(**trees: Tree) -> None:
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
     """Raise `StructureError` when one leaf's update depends on another leaf's gradient, directly or through the state.
 
-    It is also raised for random numbers and other arguments. `params` are shapes of one layer's trainable leaves.
+    Optimizers that draw random numbers or need other arguments raise it, too. `params` has one layer's shapes.
     """
     try:
         # Two layers are traced together: with one leaf per layer, a global norm mixes only the same leaf of different
@@ -57,7 +57,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
     state_start, state_end = len(paths), len(paths) + len(jax.tree.leaves(state))
     sources = [frozenset([index]) if index < state_start else frozenset[int]() for index in range(len(closed.in_avals))]
     sources[-1] = frozenset([_LOSS])
-    while True:  # updates in the next step can read what the state has seen in this step
+    while True:  # the next update can read gradients that this one stored in the state
         output_sources = _propagate_sources(closed, sources)
         merged = [
             old | new

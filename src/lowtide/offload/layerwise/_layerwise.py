@@ -1,4 +1,4 @@
-"""The optimizer inside the backward pass: gradients of one block at a time are used at once, and state is on the host.
+"""The optimizer inside the backward pass: it uses the gradients of each block before the next block runs.
 
 A usual training step holds all gradients before the first update, and all optimizer state. Here the backward pass
 visits one block of a `LayerStack` at a time. The optimizer uses the block's gradients before the next block runs. The
@@ -106,9 +106,9 @@ def layerwise_step(
             such as ``"64 MiB"``.
         on_nan: what to do when the loss or gradients are not finite: ``"ignore"`` updates with them, ``"skip"`` skips
             updates. ``"skip"`` skips all updates when the loss is not finite. It also skips all with ``"exact"``
-            clipping, because the norm of all gradients is known before. Otherwise it skips updates from the first layer
-            backward on whose gradients are not finite. The metrics report the loss and the norm. A `lowtide.Trainer`
-            has a separate ``on_nan``, and with ``"skip"`` counts the skipped steps.
+            clipping, because the norm of all gradients is known before. Otherwise the backward pass skips the update of
+            the first layer whose gradients are not finite, and all later ones. The metrics report the loss and the
+            norm. A `lowtide.Trainer` has a separate ``on_nan``, and with ``"skip"`` counts the skipped steps.
 
     Returns:
         The step: ``state, frozen = step.init(outer, layers)``, then
@@ -116,13 +116,13 @@ def layerwise_step(
 
     Raises:
         StructureError: when `stack` is not a `LayerStack`.
-        ConfigError: for an unknown place or a number out of range.
+        ConfigError: for an invalid argument, or a `tx` that is wrapped by `lowtide.offload.optimizer`.
 
     Memory:
-        The device holds the arrays that `place` leaves there, and the weights and gradients of one layer. It also holds
-        the activations of one block for one microbatch, and a few blocks of `chunk_bytes`. It also holds the gradient
-        of the largest outer leaf. Gradients of leaves that `first` and `last` share are held throughout the backward
-        pass. This does not grow with the number of layers or microbatches. The host holds one copy of the arrays that
+        The device holds the arrays that `place` puts there, the weights and gradients of one layer, the activations of
+        one block for one microbatch, a few blocks of `chunk_bytes`, and the gradient of the largest outer leaf.
+        Gradients of leaves that `first` and `last` share are held throughout the backward pass. Apart from the placed
+        arrays, this does not grow with the number of layers or microbatches. The host holds one copy of the arrays that
         are placed there, and ``(num_layers + 2) * batch`` activations between blocks.
 
     Examples:
@@ -175,7 +175,7 @@ def layerwise_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clip:
-    """Scale gradients down to a norm, as `optax.clip_by_global_norm` does.
+    """Scale gradients down to a norm, as `optax.clip_by_global_norm` does; raise `ConfigError` for invalid values.
 
     Examples:
         >>> Clip(max_norm=1.0)
@@ -183,7 +183,7 @@ class Clip:
     """
 
     max_norm: float
-    """Largest norm that is not scaled down."""
+    """Largest norm that is not scaled down, above 0."""
     mode: ClipMode = "exact"
     """``"exact"``: the norm of all gradients of this step, from a second forward and backward pass. It costs twice the
     arithmetic and 1.3 times the host traffic of weights and optimizer state. ``"previous"``: the factor for the norm of
@@ -219,7 +219,7 @@ class LayerwiseState:
     layers_opt: Tree
     """The optimizer's state of one layer, every leaf with a leading axis for the layers."""
     grad_norm: Any
-    """Norm of all gradients of the last step, float32 (float64 with `jax_enable_x64`); 0 before the first step."""
+    """Norm of all gradients in the last step that was not skipped, float32 (float64 with `jax_enable_x64`), or 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # jax.jit distinguishes steps by identity
@@ -258,9 +258,11 @@ class LayerwiseStep:
 
         Raises:
             ConfigError: for leaves on a mesh with explicit axes.
-            SelectionError: when `wrt` selects nothing, or a leaf that has no gradient (an integer).
-            StructureError: for layers without a common leading axis, or outer leaves with equal paths; for an optimizer
-                that mixes leaves, draws random numbers, or needs more than gradients, parameters and the loss.
+            SelectionError: when `wrt` selects nothing, or a leaf that has no gradient (an integer); when
+                `LayerStack.running` matches no outer leaf.
+            StructureError: for layers without a common leading axis or a trainable leaf, or outer leaves with equal
+                paths; for an optimizer that mixes leaves, draws random numbers, or needs more than gradients,
+                parameters and the loss.
 
         Memory:
             One copy of each parameter in its place; optimizer state is made one layer at a time. A parameter that is
@@ -683,7 +685,7 @@ def _initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, 
         return jax.tree.map(lambda x: put(x, space) if _can_move_to_host(x, is_stacked=False) else x, state)
 
     count = num_layers(layers)
-    try:  # the optimizer's error if it selects no parameter at all; selecting none in one part is no error
+    try:  # raises the optimizer's error if it selects no parameter at all; selecting none in one part is no error
         jax.eval_shape(lambda outer, layers: tx.init({"outer": outer, "layers": read(layers, 0)}), outer, layers)
     except LowtideError:
         raise

@@ -58,7 +58,7 @@ _COLLECTIVES = {
 
 
 def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
-    """Raise for collectives along the pipeline's axis, or that some devices do not reach: others would wait forever."""
+    """Raise for collectives that would wait forever: along the pipeline's axis, or if only some devices take part."""
     for eqn, location in _with_source_lines(jaxpr):
         if kind_of(eqn) is Kind.SHARD_MAP:
             specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
@@ -161,9 +161,9 @@ def _collective_axes(eqn: Any) -> tuple[Any, ...]:
 def without_permutes(jaxpr: Any, axis: str, shard_map_params: Any = None) -> Any:
     """Replace each permutation by an operation that is a gather on a CPU and a permutation on other platforms.
 
-    The jaxpr, open or closed, is traced inside the pipeline's `shard_map`. No permutation along the pipeline's `axis`
-    is allowed. `shard_map_params` belong to the innermost `shard_map` around the jaxpr in a stage. Returns the same
-    object if there is nothing to replace.
+    The jaxpr, open or closed, is traced inside the pipeline's `shard_map`. Permutations along the pipeline's `axis` and
+    outside of any `shard_map` in the stage stay. `shard_map_params` belong to the innermost `shard_map` around the
+    jaxpr in a stage. Returns the same object if there is nothing to replace.
     """
     if is_closed(jaxpr) and opened(jaxpr) is not jaxpr:  # in versions where a closed jaxpr is a separate class
         inner = without_permutes(jaxpr.jaxpr, axis, shard_map_params)

@@ -235,7 +235,7 @@ class ResidentArrays(NamedTuple):
     schedule: Schedule
     """The schedule that runs; an ``auto`` schedule without costs is already fitted to the stages."""
     costs: Costs
-    """Costs of the stages: FLOPs, and memory in units of the residuals that one microbatch leaves in a stage."""
+    """Costs of the stages: FLOPs, and memory in units of the residuals of one microbatch in a stage."""
     flops: dict[str, PassFlops]
     """FLOPs of the functions of the stack; for blocks, FLOPs of one stage."""
 
@@ -275,7 +275,7 @@ class _Forward:
         }
 
     def tick(self, state: State, row: Any) -> tuple[State, None]:
-        """Run one tick of every rank.
+        """Run one row of the program: the forward pass of a tick, then the backward passes of the next tick.
 
         Results of the previous row's input passes are sent while this row's forward pass runs. Results of this forward
         pass are sent while the row's backward passes run.
@@ -435,7 +435,7 @@ class _Run(_Forward):
                 (threshold for threshold in order_changing_limits if next_limit < threshold < limit_units), next_limit
             )
         for limit_units in () if fitting else (chunks, order_changing_limits[1]):
-            try_limit(limit_units)  # also for stages without residuals; memory for R microbatches always suffices
+            try_limit(limit_units)  # stages without residuals try only these; a schedule exists for R microbatches
         if fitting:
             return min(fitting, key=lambda entry: entry[:2])[2:]
         raise ScheduleError(
@@ -476,7 +476,7 @@ class _Run(_Forward):
         )
 
     def _stage_bytes(self) -> list[int]:
-        """Return the bytes that passes of a stage leave for one microbatch: F for I, F for W, and I for W.
+        """Return the bytes that passes of a stage save for one microbatch: F for I, F for W, and I for W.
 
         Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
         """
@@ -485,7 +485,7 @@ class _Run(_Forward):
         return [sum(value.size_bytes for value in kept.get(pair, ())) for pair in pairs]
 
     def _unit_bytes(self) -> int:
-        """Return the bytes that the forward pass of a stage leaves for one microbatch."""
+        """Return the bytes that the forward pass of a stage saves for one microbatch, at least 1."""
         return max(sum(self._stage_bytes()[:2]), 1)
 
     def _traced(self) -> Iterator[tuple[str, Any]]:
@@ -636,13 +636,13 @@ def _false_like(leaf: Any) -> Any:
 
 
 # Passes on buffers. Between the ticks of a program, values between passes are in buffers, where a loop over layers
-# writes and reads its rows directly. So a residual is never in memory twice. Values of one shape that a pass leaves
+# writes and reads its rows directly. So a residual is never in memory twice. Values of one shape that a pass saves
 # share a buffer.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Residual:
-    """A value that a pass leaves for a later pass."""
+    """A value that a pass saves for a later pass."""
 
     value: Value
     producer: Pass
@@ -651,7 +651,7 @@ class _Residual:
     """Number of rows that a loop writes one by one; 1 for a value that is written whole."""
     is_on_host: bool
     waiting: Waiting
-    """Its slots, in a buffer that it shares with all values of this shape that the pass leaves."""
+    """Its slots, in a buffer that it shares with all values of this shape that the pass saves."""
 
 
 class _InPlacePasses:
@@ -786,5 +786,5 @@ def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_h
 
 
 def _can_wait_on_host(leaf: Any) -> bool:
-    """Return whether it is an array of rows. A TPU cannot slice a single half-precision vector from host memory."""
+    """Return whether a leaf has floating-point rows; a TPU cannot slice a half-precision vector from host memory."""
     return leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -111,7 +111,7 @@ class Layout:
 
 
 def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] | None) -> Layout:
-    """Divide layers into stages, as given or as evenly as possible; `ConfigError` if numbers do not match the model."""
+    """Divide layers into stages, as given or as evenly as possible; `ConfigError` if the numbers do not match."""
     if not num_layers:
         raise ConfigError("the pipeline has no layers", hint="call first and last without a pipeline")
     if layers_per_stage is None:

@@ -102,16 +102,21 @@ def value_and_grad(
             gradients itself; JAX cannot differentiate it.
 
     Raises:
-        ConfigError: for an axis that the mesh does not have, explicit axes, a schedule of another number of ranks, or
-            an argument of the wrong type; for an unknown `inputs`, or ``inputs="host"`` with ``remat=False``.
+        ConfigError: for an argument of the wrong type; an axis that the mesh does not have, explicit axes, or a sharded
+            ``context``; a schedule of another number of ranks or stages, or with unequal numbers of stages on ranks; an
+            unknown `inputs`, or ``inputs="host"`` with ``remat=False``; a `memory_limit` that the schedule cannot use.
         ScheduleError: for consecutive stages that are not on neighbouring ranks.
         StructureError: when `stack` is not a `LayerStack`.
+
+    Warns:
+        UserWarning: for CPU devices on a mesh with other axes, whose collectives may deadlock without an XLA flag.
 
     Memory:
         Each device holds its layers, the outer leaves, gradients of both (float32 at least), the batch, and the values
         that the schedule keeps between passes. GPipe and looped BFS keep the residuals of all microbatches. For other
         schedules this memory does not grow with the number of microbatches. ``inputs="host"`` moves block inputs to
-        host memory.
+        host memory. On a TPU the batch is held twice if a device's rows of a microbatch are no multiple of 8, the rows
+        of a tile (jaxlib 0.10.2, compiled for v5p).
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -209,9 +214,12 @@ class Pipeline:
 
         Raises:
             ConfigError: for `layers_per_stage` that do not match the model.
+            PlacementError: for ``inputs="host"`` on a GPU whose XLA reads host memory in the wrong order.
+            ScheduleError: when no schedule stays within `memory_limit`.
             SelectionError: when `wrt` selects nothing, or a leaf that has no gradient.
             StructureError: for leaves that are not arrays; when the batch does not split into microbatches or along
-                `batch_axes`; when a function of the stack returns a wrong result, or nothing that `inputs` could move.
+                `batch_axes`; when a function of the stack returns a wrong result, or nothing that `inputs` could move,
+                or has a collective along the pipeline's axis.
         """
         layer_layout, trainable, frozen = self._prepare(outer, layers)
         check_differentiable(trainable)
@@ -230,7 +238,7 @@ class Pipeline:
         return _refuse_differentiation(((loss, metrics), (grads["outer"], layer_grads)))
 
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
-        """Compute the loss and the metrics without a backward pass; arguments and errors are those of a call.
+        """Compute ``(loss, metrics)`` without a backward pass; arguments and errors are those of a call.
 
         A batch may have any number of rows. Microbatches have the size that the schedule's number of microbatches
         requires, rounded up. Rows that remain form one more, smaller microbatch. It counts by `weight`, or by its rows
@@ -278,7 +286,7 @@ class Pipeline:
 
         Returns:
             The report, which `rich` prints as tables: bytes of every rank, FLOPs of F, I and W, and the operations that
-                the split left whole, whose work W lacks.
+                were not split, whose work for weight gradients runs in I. Errors are those of a call.
 
         Examples:
             >>> from lowtide.pipeline import schedule
@@ -354,7 +362,7 @@ class Pipeline:
             Leaves [R * V * K, ...] for R ranks, V stages per rank and K layers in the longest stage.
 
         Raises:
-            ConfigError: for `layers_per_stage` that do not match the model; for uneven stages without them.
+            ConfigError: for wrong `layers_per_stage`; if `arranged`, for uneven stages without `layers_per_stage`.
             StructureError: for leaves without a common leading axis.
         """
         layer_layout = self.layout(num_layers(layers))

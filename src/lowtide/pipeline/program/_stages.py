@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """Device memory that one rank uses."""
+    """Memory that one rank uses, in bytes of one of its devices."""
 
     stages: tuple[int, ...]
     """The stages of the rank."""
@@ -39,7 +39,7 @@ class RankBytes:
     gradient_bytes: int
     """Gradient totals, float32 at least."""
     waiting_bytes: int
-    """Slots that the rank uses in device memory, for values between passes and for messages from other ranks."""
+    """Slots that the rank uses in device memory, for values between passes and for messages from other stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class StageReport:
     """Buffers for values between passes, by the pass that writes them, dtype and shape of an entry. Names with
     ``host/`` are in host memory: block inputs that are kept there, and values that a policy offloads."""
     message_bytes: int
-    """Buffer for activations and cotangents from other ranks."""
+    """Buffer for messages: activations and cotangents from other stages."""
     hoisted_bytes: int
     """Values that are computed from weights once for all microbatches: casts, transposes."""
     num_padding_rows: int

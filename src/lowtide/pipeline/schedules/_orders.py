@@ -43,7 +43,7 @@ _Orders = list[list[Action]]
 _Candidates = Callable[[int, int, int], Iterator[_Orders]]
 """``candidates(R, V, M)``: the candidate orders."""
 _Slots = dict[Action, int]
-"""Slots in which a rank runs its passes; no two passes share a slot."""
+"""Slots (units of time) in which a rank runs its passes; no two passes share a slot."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def place_stages(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
 
 
 def _alternate(forwards: Sequence[Action], inputs: Sequence[Action], num_ahead: int) -> list[Action]:
-    """Order `num_ahead` forward passes, then alternate forward and input passes, then the remaining input passes."""
+    """Order `num_ahead` forward passes, then alternate forward passes and `inputs` (I or B), then those that remain."""
     alternating = itertools.chain.from_iterable(itertools.zip_longest(forwards[num_ahead:], inputs))
     return [*forwards[:num_ahead], *(action for action in alternating if action is not None)]
 
@@ -86,7 +86,7 @@ def _interleaved(num_ahead: Callable[[int, int, int], int], kind: Kind) -> _Cand
     """Make orders in groups of R microbatches: a group passes all chunks of a rank before the next group does.
 
     ``num_ahead(R, V, rank)`` is the number of forward passes before forward and backward passes alternate. `kind` is
-    the kind of the backward passes. With one chunk the result is the order of 1F1B.
+    the kind of the backward passes. With one chunk and R - 1 - rank passes ahead, the result is the order of 1F1B.
     """
 
     def orders(num_ranks: int, chunks: int, num_microbatches: int) -> Iterator[_Orders]:
@@ -160,11 +160,11 @@ def _dualpipe_v(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orde
 
 
 def _blocks(*hops: tuple[int, int, int, int]) -> _Candidates:
-    """Make a V in which each microbatch follows the previous one after six units, in one pattern: plain and squeezed.
+    """Make orders of a V in which every microbatch repeats one pattern, six units after the previous microbatch.
 
-    Each of `hops` holds the units between the passes of neighbouring ranks, for F0, F1, I1 and I0. Their sum sets the
-    lifetime of a microbatch's residuals, and so the memory of a rank: 12 keeps as much as 1F1B, 6 half of it, 4 a
-    third.
+    Each of `hops` holds the units between the passes of neighbouring ranks, for F0, F1, I1 and I0 (of chunks 0 and 1).
+    Their sum sets the lifetime of a microbatch's residuals, and so the memory of a rank: 12 keeps as much as 1F1B, 6
+    half of it, 4 a third. The plain orders come first, then orders whose ends are moved earlier (`_squeeze`).
     """
 
     def orders(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orders]:
@@ -216,7 +216,7 @@ def _offsets(
             (f0 * rank, start_f1 + f1 * (last_rank - rank), start_i1 + i1 * rank, start_i0 + i0 * (last_rank - rank))
             for rank in range(num_ranks)
         ]
-        # Pass k of microbatch m starts at begins[k] + 6 m. Two passes collide for some microbatches if and only if
+        # Pass k of microbatch m starts at starts[k] + 6 m. Two passes collide for some microbatches if and only if
         # their starts are equal modulo 6. The two residues that stay free are for the weight passes.
         if all(len({start % _PERIOD for start in starts}) == len(starts) for starts in offsets):
             yield offsets
@@ -373,8 +373,8 @@ class ListScheduler:
         ``on_chosen(rank, action)`` is called when a chosen action runs.
         """
         ranks = range(len(self.orders))
-        # The earliest rank goes first. Every action that is decided later ends after its current time, so its choice
-        # stays valid.
+        # The rank with the earliest time chooses first. Every action that is decided later ends after that time, so the
+        # choice stays valid.
         while any(self._advance(rank, choose, on_chosen) for rank in sorted(ranks, key=self.times.__getitem__)):
             pass
         return tuple(map(tuple, self.orders))
@@ -389,8 +389,8 @@ class ListScheduler:
         """Run the next action of a rank; return whether there was one."""
         action, now, weights = choose(rank), self.times[rank], self.weights[rank]
         begin = math.inf if action is None else self.ready_time(action)
-        # Run a weight pass if it fills at least half of its time with waiting. It then delays the chosen action by less
-        # than half a weight pass.
+        # Run a weight pass if the rank would wait for more than half of its time. It then delays the chosen action by
+        # less than half a weight pass.
         if weights and (action is None or begin - now > self.costs.of(weights[0]) / 2 + _TOLERANCE):
             action, begin = weights.popleft(), now
         elif action is None or begin == math.inf:
@@ -456,8 +456,8 @@ def _memory_error(rank: int, action: Action, memory: float, limit: float) -> Sch
 # passes in a tick, and weight passes even out the length.
 
 WeightPolicy = Literal["free", "together", "at once"]
-"""When weight passes may lengthen a tick: only if memory requires it ("free"); if all ranks have one ("together");
-always ("at once")."""
+"""When weight passes may lengthen a tick: only if memory requires it ("free"); also if all ranks have one ("together");
+always ("at once"). With every policy they may lengthen a tick without F and I, and some ticks of the drain."""
 
 
 class TickPacker:

@@ -80,7 +80,7 @@ class Costs:
     """Time of actions and memory of stages, in any unit: one number for all stages, or one number for each stage.
 
     Raises:
-        ConfigError: for a time that is not positive, or a negative memory or communication.
+        ConfigError: unless all times of passes are above 0, other values at least 0, and all of them finite.
 
     Examples:
         >>> Costs(forward=1.0, weight=(0.5, 1.5)).of(Action(1, Kind.BACKWARD, 0))
@@ -100,9 +100,9 @@ class Costs:
     weight_residuals: float | Sequence[float] = 1.0
     """Memory that F allocates and W frees."""
     cotangents: float | Sequence[float] = 0.0
-    """Memory that I allocates and W frees; with recomputation this is most of the memory between passes. If a weight
-    pass directly follows its input pass, this memory is not counted. It is not counted for B either. Every schedule
-    holds it for one pass at a time."""
+    """Memory that I allocates and W frees; with recomputation this is most of the memory between passes. Peaks do not
+    count it for B, or between I and a W that directly follows on the rank: every schedule holds it for one pass at a
+    time."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -131,7 +131,7 @@ class Costs:
         return weight + (_stage_cost(self.input, action.stage) if action.kind is not Kind.WEIGHT else 0.0)
 
     def kept(self, action: Action) -> float:
-        """Return the memory that an action allocates for later passes; negative if the action frees memory."""
+        """Return the memory that an action allocates for later passes, minus the memory that it frees."""
         costs = (self.input_residuals, self.weight_residuals, self.cotangents)
         input_residuals, weight_residuals, cotangents = (_stage_cost(cost, action.stage) for cost in costs)
         changes = {
@@ -175,6 +175,9 @@ class Schedule:
 
     A schedule does not fix start times: a rank starts its next action as soon as the inputs of the action have arrived.
     For ranks in lockstep, `ticks` can fix which actions run together.
+
+    Raises:
+        ScheduleError: for actions that are missing, repeated or on a wrong rank, a deadlock, or wrong `ticks`.
 
     Examples:
         >>> one = Schedule.from_text("0F0 0B0", name="one stage")
@@ -245,7 +248,7 @@ class Schedule:
     def to_csv(self, path: str | Path | None = None) -> str:
         """Write the schedule as PyTorch does: a row for each rank, a cell for each action.
 
-        Each tick takes three cells: an input, a weight and a forward pass. Empty cells are idle.
+        With `ticks`, each tick takes three cells: an input, a weight and a forward pass. Empty cells are idle.
 
         Args:
             path: the file to write, if any.
@@ -301,7 +304,7 @@ class Schedule:
     def of_rows(cls, rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
         """Make the schedule of a table of actions, with a row for each rank; empty cells are idle.
 
-        If the cells of every row repeat the order input, weight, forward pass, three cells are one tick.
+        If the cells of every row repeat the order I, W, F, three cells are one tick. Errors are those of `from_text`.
         """
         parsed = [[_parse_actions(cell) for cell in row] for row in rows]
         orders = tuple(tuple(action for cell in row for action in cell) for row in parsed)
@@ -369,7 +372,7 @@ def prerequisites(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
 
 
 def result_key(action: Action) -> tuple[Kind, int, int]:
-    """Return the key under which `prerequisites` looks up an action."""
+    """Return the key of an action in `Ends`; a whole backward pass has the key of an input pass."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.stage, action.microbatch
 
@@ -416,9 +419,9 @@ def sweep(orders: Sequence[Order], run: Callable[[int, Action], bool]) -> list[i
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that every stage passes every microbatch once each way on its own rank, and that no rank deadlocks.
+    """Raise `ScheduleError` unless each stage runs each pass of each microbatch once, on its rank, without deadlock.
 
-    Raises `ScheduleError` with the rank and the action.
+    Also checks that every action can run in its tick, if the schedule has ticks.
     """
     if schedule.num_microbatches < 1 or not schedule.placement:
         raise ScheduleError(f"{schedule.name}: the schedule is empty", expected="at least one stage and one microbatch")
@@ -478,8 +481,7 @@ def _refuse_wrong_ticks(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) 
             inputs = [
                 begins[kind, stage, action.microbatch] for kind, stage in prerequisites(action, schedule.num_stages)
             ]
-            # A weight pass may follow its input pass in the same tick. Other inputs come from other passes in earlier
-            # ticks.
+            # A weight pass may follow its input pass in the same tick. All other inputs must come from earlier ticks.
             earliest = max(inputs, default=-1) + (action.kind is not Kind.WEIGHT)
             if is_early or earliest > tick:
                 limit = f"from tick {int(earliest)} on" if earliest > tick else "after the previous action"

@@ -1,8 +1,8 @@
 """Search for a schedule by its name, for any number of stages and microbatches, costs and memory limits.
 
-A named schedule is the best of the candidates of its recipe. ``auto`` compares named, packed and greedy schedules. Its
-result is no worse than any named schedule with as many stages per rank. It is not always optimal: an optimum needs an
-integer program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
+A named schedule is the best of the candidates of its recipe. ``auto`` compares named, packed and greedy schedules that
+stay within its memory limit. For many microbatches, it compares them on fewer, and only the best four in full. The
+result is not always optimal: an optimum needs an integer program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ def schedule(
     """Make a pipeline schedule.
 
     Args:
-        name: one of `SCHEDULES`. ``"auto"`` gives a schedule that is at least as good as every named one with the same
-            stages_per_rank, for these costs and this memory. Without costs, a pipeline makes it again for the costs of
-            its stages (`Schedule.fitted`).
+        name: one of `SCHEDULES`. ``"auto"`` searches for the fastest schedule for these costs and this memory, among
+            the named ones with the same stages_per_rank and others. Without costs, a pipeline makes it again for the
+            costs of its stages (`Schedule.fitted`).
         num_stages: number of parts of the model.
-        num_microbatches: number of parts of a batch. Any number is allowed, also one that the pattern does not divide.
+        num_microbatches: number of parts of a batch; it need not be a multiple of the number of ranks.
         stages_per_rank: number of stages on each rank; by default 1, or 2 where the schedule needs more than one.
-        costs: time and memory of actions, used to place the weight passes; by default one unit each.
+        costs: time and memory of actions, used to place weight passes and compare candidates; by default `Costs()`.
         memory_limit: the most that a rank may hold, or one such number for each rank. The unit is that of `costs`; by
             default it is the residuals of one microbatch in one stage. By default a named schedule has its own limit,
             if any; it is raised where stages differ so much that it cannot be kept. ``"auto"`` has a default of
             ``2 * num_ranks - 1`` microbatches.
         lockstep: whether to optimise for ranks in lockstep, as `value_and_grad` runs them, rather than for asynchronous
-            ranks. It matters for ``"auto"`` and for V-schedules with unequal costs.
+            ranks. It matters for ``"auto"`` and for V-schedules.
 
     Returns:
         The validated schedule.
 
     Raises:
-        ConfigError: for an unknown name, numbers that do not fit each other, or costs of another number of stages.
+        ConfigError: for an unknown name, numbers that do not fit each other, costs of another number of stages, a wrong
+            `memory_limit`, or more than 131,072 forward passes (stages times microbatches; two per rank always count).
         ScheduleError: when the schedule needs more than `memory_limit`.
 
     Examples:
@@ -259,8 +260,7 @@ class _NamedSearch:
 
 
 _MAX_PASSES = 2**17
-"""Largest number of microbatches times stages. Each such pass is a row of Python objects and a column of the program's
-tables."""
+"""Largest number of microbatches times stages. Every pass needs Python objects, and entries of the program's tables."""
 
 
 def _has_equal_costs(costs: Costs) -> bool:
@@ -282,11 +282,12 @@ def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, s
         hint = "choose interleaved, interleaved-zb, looped-bfs or auto, which take any number of stages per rank"
         raise ConfigError(f"{name}: stages_per_rank must be {allowed}, not {stages_per_rank!r}", hint=hint)
     # V-schedules and interleaved ones are cut from schedules with at least two microbatches per rank.
-    if num_stages * max(num_microbatches, 2 * num_stages // chunks) > _MAX_PASSES:
+    num_passes = num_stages * max(num_microbatches, 2 * num_stages // chunks)
+    if num_passes > _MAX_PASSES:
         raise ConfigError(
             f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold",
             expected=f"at most {_MAX_PASSES:,} passes of microbatches through stages",
-            got=f"{num_stages * num_microbatches:,}",
+            got=f"{num_passes:,}",
             hint="use fewer, larger microbatches, and add up the gradients of several batches (optax.MultiSteps): "
             "from about eight microbatches per rank the bubble is small",
         )
@@ -325,12 +326,12 @@ _ScheduleMaker = Callable[[int], Schedule]
 
 
 def _greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[_ScheduleMaker]:
-    """Yield makers of greedy schedules, which differ in the number of microbatches that a rank may have started."""
+    """Yield makers of greedy schedules: each placement, with several limits of the microbatches that a rank holds."""
     for is_v in (False, True)[: 2 if chunks > 1 else 1]:
         placement = place_stages(num_ranks, chunks, is_v=is_v)
         microbatch_memory = costs.by_rank(placement)
-        # Numbers of microbatches that a rank may have started. None: a rank starts a microbatch only if all its passes
-        # on this rank fit into memory, so a limit of one microbatch cannot block it.
+        # Numbers of microbatches that a rank may hold at one time. None: a rank starts a microbatch only if all its
+        # passes on this rank fit into memory, so a limit of one microbatch cannot block it.
         numbers = (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None)
         for max_started in numbers:
             caps = [
@@ -353,10 +354,10 @@ def _make_greedy(
 
 
 class _Greedy:
-    """Greedy choice of the next action on every rank: list scheduling without a given order of F and I.
+    """Mutable state of a greedy choice of the next action on every rank, without a given order of F and I.
 
-    A rank runs the first action that it can: an input pass, which the previous rank waits for; then a forward pass, if
-    memory allows. It runs a weight pass where it would wait otherwise.
+    A rank runs the action that can start first. An input pass, which another rank waits for, comes before a forward
+    pass that could start at the same time. A forward pass must fit into memory. A weight pass fills waiting time.
 
     `reserved` is the memory of one microbatch on each rank, reserved before the microbatch starts there. None: each
     forward pass reserves its own memory.
@@ -379,7 +380,7 @@ class _Greedy:
         self.scheduler = ListScheduler(len(limits), placement, costs, self._change)
 
     def run(self) -> tuple[Order, ...]:
-        """Return the actions of all ranks, in the order in which they are decided."""
+        """Return the actions of each rank in order; `ScheduleError` if a rank cannot continue within its memory."""
         orders = self.scheduler.run(self._choose, self._count)
         if sum(map(len, orders)) < 3 * self.num_microbatches * len(self.placement):
             raise ScheduleError("a greedy schedule cannot continue within its memory", hint="raise memory_limit")
@@ -392,7 +393,7 @@ class _Greedy:
         self.next_microbatch[action.kind, action.stage] += 1
 
     def _change(self, action: Action) -> float:
-        """Return the memory that an action allocates; negative if the action frees memory."""
+        """Return the change of memory by an action; with `reserved`, F of the rank's first stage takes all of it."""
         if self.reserved is None or action.kind is not Kind.FORWARD:
             return self.costs.kept(action)
         rank = self.placement[action.stage]

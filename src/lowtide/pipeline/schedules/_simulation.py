@@ -40,7 +40,7 @@ class Simulation:
     """Largest amount of memory that each rank holds at one time, in the unit of `Costs`. An action holds the memory
     that it frees until it ends."""
     num_transfers: int
-    """Number of activations and gradients that one rank sends to another."""
+    """Number of activations and gradients that ranks send to each other, in total."""
     num_ticks: int | None = None
     """Number of ticks in lockstep; None for asynchronous ranks."""
 
@@ -135,7 +135,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
 
     Args:
         schedule: the schedule to simulate.
-        costs: time and memory of actions; by default one unit each.
+        costs: time and memory of actions; by default `Costs()`, where F, I and W take one unit of time each.
         lockstep: whether all ranks run the same ticks, as in one program. A tick lasts as long as its slowest rank.
             Transfers overlap with other passes of the same tick or of the next one.
 
@@ -176,7 +176,7 @@ def scan_makespan(schedule: Schedule, costs: Costs) -> float:
 
     Args:
         schedule: gives the stages, the ranks and the number of microbatches; its order is not used.
-        costs: time of its stages.
+        costs: time of its stages. The result has the same unit.
 
     Examples:
         >>> from lowtide.pipeline import schedule

@@ -28,8 +28,8 @@ Cell = tuple[Action, ...]
 def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Cell, ...]]:
     """Make the table of a lockstep program: the actions of each rank in each tick.
 
-    A schedule without explicit ticks has one action in each tick: a rank runs its next action in the first tick after
-    the ticks of its inputs.
+    Without explicit ticks (`Schedule.ticks`), and with `forward_only`, a rank runs at most one action in a tick: its
+    next one, in the first tick after those of the inputs.
 
     Args:
         schedule: the schedule to run.
@@ -73,7 +73,8 @@ class Spans(NamedTuple):
     begins: list[float]
     ends: list[float]
     end: float
-    """When the rank has received all that others send to it, and its own results have arrived at other ranks."""
+    """When the rank's actions have ended, and the forward result from the previous tick and the input gradient that the
+    rank sends have arrived. Its own forward result is sent in the next tick."""
 
 
 def spans(cell: Cell, placement: Sequence[int], costs: Costs, *, is_sent: bool) -> Spans:
@@ -106,16 +107,17 @@ def receiving_ranks(row: Sequence[Cell], placement: Sequence[int]) -> set[int]:
     }
 
 
-# Two kinds of values wait in slots of buffers: an activation or cotangent that another rank sent, and a value that a
-# pass leaves to a later pass. Each occupies a slot from the tick in which it arrives to the tick that reads it last.
+# Two kinds of values wait in slots of buffers: a message (an activation or cotangent from another stage), and a value
+# that a pass saves for a later pass. Each occupies a slot from its arrival until the last pass that reads it starts.
 
 KINDS = ("F", "I", "W")
 """The passes of a row in order: the forward pass of a tick, then the backward passes of the next tick.
 
-So each pass reads values from earlier passes of its row or from earlier rows. It needs no value that a later pass of
-its row overwrites. I and W of a whole backward pass are in one row, for one microbatch."""
+So each pass reads values that earlier passes of its row or earlier rows wrote, and no later pass of its row overwrites
+them. I and W of a whole backward pass are in one row, for one microbatch."""
 _PASS_COLUMNS = ("runs", "chunk", "microbatch", "is_first", "is_last", "num_layers", "message")
-"""Columns of each pass: whether it runs, on which chunk and microbatch, and the slot of the message that it reads."""
+"""Columns of each pass: whether it runs; its chunk (the index of its stage on the rank) and microbatch; whether its
+stage is the first or last one; the number of layers; the slot of the message that it reads."""
 _ARRIVAL_COLUMNS = ("from_left", "from_right", "from_here")
 """Slots for results that arrive from the left or right neighbour or from this rank (-1: none)."""
 _PASS_STARTS = {"F": 0, "I": 2, "W": 4}
@@ -125,7 +127,7 @@ its rank, and at moment 6 on another rank. Results of the input passes of the pr
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """A value that one pass leaves to another pass of the same stage and microbatch."""
+    """A value that one pass saves for a later pass of the same stage and microbatch."""
 
     column: str
     """Table column that holds its slot."""
@@ -144,29 +146,30 @@ class Tables:
     """A schedule in the form that one program runs."""
 
     columns: tuple[str, ...]
-    """Column names ``pass/field``. The fields say whether and on what the pass runs, and which message it reads. Others
-    are the slots of arriving messages of its kind and of each waiting value."""
+    """Names ``pass/field`` of the C columns. Fields are those of `_PASS_COLUMNS`, the slots in which results of such
+    passes arrive (`_ARRIVAL_COLUMNS`), and the slot of each waiting value."""
     rows: np.ndarray
     """Table entries by row, rank and column, int32 of shape [T, R, C]."""
     used: dict[str, tuple[int, ...]]
-    """Number of slots that each rank uses, for each buffer of values that passes leave and for ``messages``."""
+    """Number of slots that each rank uses, for each buffer of saved values and for ``messages``."""
 
     @property
     def num_messages(self) -> int:
-        """Number of slots of the buffer for messages between ranks; a single stage receives none."""
+        """Number of slots of every rank's buffer for messages; at least 1, though a single stage receives none."""
         return max(1, *self.used["messages"])
 
     def comes(self, kind: str, name: str) -> bool:
-        """Return whether any message of this pass kind arrives from this source."""
+        """Return whether any result of an F or I pass (`kind`) arrives from a source such as ``from_left``."""
         return bool((self.rows[:, :, self.columns.index(f"{kind}/{name}")] >= 0).any())
 
 
 def tables(
     schedule: Schedule, layers_per_stage: Sequence[int], waiting: Sequence[Waiting] = (), *, forward_only: bool = False
 ) -> Tables:
-    """Make the tables of a schedule, with slots for the values that passes leave to later passes (`waiting`).
+    """Make the tables of a schedule, with slots for messages and for saved values (`waiting`).
 
-    Raises `ScheduleError` when consecutive stages are on ranks that are not neighbours.
+    `layers_per_stage` has the number of layers of each stage, and `forward_only` omits the backward passes. Raises
+    `ScheduleError` when consecutive stages are on ranks that are not neighbours.
     """
     _refuse_distant_ranks(schedule)
     table = ticks(schedule, forward_only=forward_only)

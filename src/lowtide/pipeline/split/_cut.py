@@ -27,7 +27,7 @@ from ._graph import TO_DEVICE, TO_HOST, Atom, Carry, Graph, Loop, Op, Value
 
 
 class Pass(enum.IntEnum):
-    """A part of a stage's work; later passes read values that earlier passes left."""
+    """A part of a stage's work; later passes read values that earlier passes saved."""
 
     HOISTED = 0
     FORWARD = 1
@@ -62,8 +62,9 @@ _VIEWS = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "rev", "slice", 
 def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> tuple[dict[Op | Carry, Pass], dict[Value, Op]]:
     """Assign every operation of a stage's forward and backward pass to a pass.
 
-    `sources` are the roles of the graph inputs, `sinks` the results of the stage. Operations without a pass are dead,
-    or run in each pass that reads their values; the second result has these values and operations.
+    `sources` are the roles of the graph inputs, `sinks` the results of the stage. Returns the pass of each operation
+    and carry, and the free values with their operations, which run in each pass that reads them. Operations in neither
+    result are dead.
     """
     reach = Reach(graph, sources, sinks)
     live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
@@ -99,8 +100,8 @@ class Reach:
                 continue
             for outer, slice_ in item.slices:
                 self._add_alias(slice_, outer)
-            # A carry depends on weights alone if its initial value and its step do. The step is known only after the
-            # body is read, so this is decided first.
+            # A carry depends on weights alone if its initial value and its step do. Operations of the body read
+            # carries, so this is decided before the body is added.
             weight_only_carries = self._weight_only_carries(item)
             for carry in item.carries:
                 self.nodes.append(carry)
@@ -227,7 +228,7 @@ _INFINITE_CAPACITY = 2**30
 
 
 class _Cut:
-    """Flow network with a vertex per node and bound; on the source side, the node runs in that pass or earlier."""
+    """Flow network with a vertex per node and bound: on the source side if the node runs in that pass or earlier."""
 
     def __init__(self, reach: Reach, nodes: list[Node], sinks: list[Sink]) -> None:
         self.reach, self.nodes, self.sinks = reach, nodes, sinks
@@ -262,8 +263,8 @@ class _Cut:
         }
 
     def _scale(self, capacities: Any) -> Any:
-        # Scaled to a sum of at most about 2**28, finite capacities stay below `_INFINITE_CAPACITY`. Each
-        # keeps at least 1, so no residual becomes free.
+        # Finite capacities are scaled to a sum of at most about 2**28, below `_INFINITE_CAPACITY`. Each is at least 1
+        # after that, so no residual becomes free.
         finite = capacities < _INFINITE_CAPACITY * 2**20
         unit = max(1, math.ceil(int(capacities[finite].sum()) / 2**28))
         scaled = np.maximum(capacities // unit, np.minimum(capacities, 1))
@@ -334,7 +335,7 @@ class _Cut:
         return self.reach.ancestors(operands) & set(backward)
 
     def _add_residuals(self) -> None:
-        """Add an edge for each value and bound; it costs the value's bytes if it is read after and computed before."""
+        """Add an edge per value and bound: its bytes count if the value is computed up to the bound and read later."""
         readers: dict[Value, set[Node]] = {}
         for node in self.nodes:
             if isinstance(node, Sink) and node.is_added:

@@ -5,7 +5,7 @@ only group operations (`jit`, `remat`, custom derivatives) are inlined, and a sc
 graph. If another pass needs a value from inside a loop, the value is stacked along the loop's axis.
 
 Inlining `remat` keeps its purpose: the recomputed operations appear a second time in the backward pass, where they read
-values that the forward pass left. The boundary between the passes prevents common subexpression elimination, as the
+values that the forward pass saved. The boundary between the passes prevents common subexpression elimination, as the
 barrier of `remat` did.
 """
 
@@ -24,7 +24,7 @@ from ...jaxprs import Kind, called, eqn_flops, fold, kind_of, runner, scan_count
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Value:
-    """A result of an operation: an array; inside a loop, one array for each iteration."""
+    """An input of the graph or a result of an operation: an array; inside a loop, one array for each iteration."""
 
     aval: Any
     loop: Loop | None = None
@@ -32,7 +32,7 @@ class Value:
     stack: Value | None = None
     """Inside a loop: the value outside the loop that stacks it over all iterations, if any."""
     left_varying: frozenset[str] | None = None
-    """Explicit `varying` for a value that the first half of a split operation leaves to the second half."""
+    """Explicit `varying` for a value that the first half of a split operation saves for the second half."""
 
     @property
     def varying(self) -> frozenset[str]:
@@ -79,7 +79,7 @@ class Op:
     is_heavy: bool = False
     """Whether it is too expensive to run twice, or to be moved for a few bytes."""
     eqn: Any = None
-    """Its equation; None for an operation that `_nested` made."""
+    """Its equation; None for a constant, and for an operation that the split adds."""
     flops: int = 0
     """FLOPs of one iteration of the innermost loop that contains it."""
 
@@ -165,7 +165,7 @@ def hoist_loop_invariants(items: list[Op | Loop], weight_values: set[Value]) -> 
     """Move loop-invariant operations on weights out of loops, in place.
 
     Otherwise one copy of their results is kept for each iteration. Operations whose results are larger than their
-    operands stay. Values that are computed from weights alone are added to `weight_values`.
+    operands stay. The results of the other operations on weights alone are added to `weight_values`.
     """
 
     def size(values: Sequence[Value]) -> int:

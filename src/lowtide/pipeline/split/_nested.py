@@ -1,9 +1,9 @@
 """Split of operations that contain other operations: a `cond` (or `switch`) and a `shard_map`.
 
 JAX differentiates each of them as a whole: one operation of the backward pass computes gradients of input and weights.
-This module replaces it by two operations. The first computes the values that the input gradient needs and leaves the
-values that the second reads. The inside of each branch is cut in the same way as a stage. All branches leave arrays of
-the same shapes. If a branch does not compute one of them, it leaves zeros, as JAX does for residuals.
+This module replaces it by two operations. The first computes the values that the input gradient needs, and saves the
+values that the second reads. The inside of each branch is cut in the same way as a stage. All branches save arrays of
+the same shapes. If a branch does not compute one of them, it saves zeros, as JAX does for residuals.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def split_nested(outer_graph: Graph, sources: list[Source], sinks: list[Sink]) -
     """Replace each container operation that contributes to both kinds of gradients by two operations.
 
     Changes the items of `outer_graph` (a stage, or the inside of such an operation) in place. `sources` are the roles
-    of its inputs. Returns the operations that contribute to both kinds of gradients and could not be replaced.
+    of its inputs. Returns the heavy operations (`Op.is_heavy`) that contribute to both and could not be replaced.
     """
     reach = Reach(outer_graph, sources, sinks)
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects]
@@ -100,7 +100,7 @@ _SEPARATE = {"optimization_barrier", "psum", "psum_invariant", "pvary"}
 
 
 def _restrict(op: Op, indices: list[int]) -> Op:
-    """Apply an operation to some of its arrays."""
+    """Return the operation for some of its operands and the results that belong to them."""
     eqn = op.eqn
 
     def run(*values: Any) -> Sequence[Any]:
@@ -125,7 +125,7 @@ class _Branch:
         late_sinks = [Sink([outputs[i]], Pass.WEIGHT, is_added=True) for i in late]
         self.whole_ops = split_nested(self.graph, sources, [*sinks, *late_sinks])
         passes, free = assign(self.graph, sources, [*sinks, *late_sinks])
-        # No total exists inside a branch, so gradients that are computed early are left to the second half.
+        # A branch has no total to add gradients to, so those that are computed early are saved for the second half.
         late_sinks = [dataclasses.replace(sink, is_added=False) for sink in late_sinks]
         self.plan = Plan(self.graph, passes, free, [*sinks, *late_sinks])
         self.saved_values = [
@@ -149,7 +149,7 @@ class _Branch:
 
 @dataclasses.dataclass(frozen=True)
 class _SavedArray:
-    """An array that the first half leaves to the second half, whichever branch runs."""
+    """An array that the first half saves for the second half, whichever branch runs."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -204,7 +204,7 @@ def _split_in_two(op: Op, early: list[int], late: list[int], sources: list[Sourc
 
 
 def _match_saved_arrays(branches: Sequence[_Branch], params: Any) -> tuple[list[_SavedArray], list[list[int]]]:
-    """Return the arrays that branches leave, and for each branch the positions of its arrays among them.
+    """Return the arrays that branches save, and for each branch the positions of its arrays among them.
 
     Branches share a position where shape, dtype and varying axes agree.
     """
@@ -234,7 +234,7 @@ def _varying_axes(value: Value, params: Any) -> tuple[str, ...]:
 
 
 def _as_saved_array(value: Any, saved_array: _SavedArray, is_branch: bool) -> Any:
-    """Return the array that a branch leaves, or zeros; it is cast so that all branches agree on the varying axes."""
+    """Return the array that a branch saves, or zeros; it is cast so that all branches agree on the varying axes."""
     value = jnp.zeros(saved_array.shape, saved_array.dtype) if value is None else value
     if not (is_branch and saved_array.varying_axes):
         return value
@@ -255,7 +255,7 @@ def _shard_map_half(
     *,
     is_first: bool,
 ) -> Callable[..., list[Any]]:
-    """Make one half of a `shard_map`; arrays that it leaves get a leading axis along which the devices' parts lie."""
+    """Make one half of a `shard_map`; each saved array gets a leading axis with one entry for each device's part."""
     specs = [PartitionSpec(saved_array.varying_axes or None) for saved_array in saved_arrays]
     ins, outs = ([params[name][i] for i in indices] for name, indices in (("in_specs", reads), ("out_specs", outputs)))
 

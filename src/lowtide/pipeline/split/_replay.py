@@ -1,8 +1,8 @@
-"""Run the operations of one pass, including loop bodies, on the values that earlier passes left.
+"""Run the operations of one pass, including loop bodies, on the values that earlier passes saved.
 
 If the body of a loop belongs to several passes, the loop runs once in each of them, with the carries of that pass only.
-Values of an iteration that a later pass reads leave the loop as a stack. Values between passes are stored under their
-graph value.
+A loop stacks those values of its iterations that a later pass reads. An `Environment` holds the saved values, by the
+`Value` of the graph.
 """
 
 from __future__ import annotations
@@ -262,7 +262,10 @@ class _Runner:
         return self.read(value, envs)
 
     def _entering_values(self, loop: Loop) -> dict[Value, Any]:
-        """Return the body's values that come from outside: slices, and values of the body that earlier passes left."""
+        """Return the values that the body reads from outside: slices, and its own values that earlier passes saved.
+
+        Keys are values of the body. Each maps to the value outside that holds it, such as its stack.
+        """
         outers = {inside: outer for outer, inside in loop.slices}
         entering_values: dict[Value, Any] = {}
         for value in self.plan.reads:

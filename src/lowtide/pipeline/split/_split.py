@@ -2,7 +2,7 @@
 
 The previous stage of a pipeline waits for the input gradient. No rank waits for weight gradients, so a schedule may
 compute them where a rank would be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). Both parts are cut out of
-the traced backward pass: nothing is computed twice, and a part holds only the values that it reads.
+the traced backward pass: no expensive operation runs in both, and a part holds only the values that it reads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TracedSplit:
     plan: Plan
     """Assignment of operations to passes."""
     kept: dict[tuple[Pass, Pass], list[Value]]
-    """Values that one pass leaves and another reads last."""
+    """Saved values, by the pass that computes them and the pass that reads them last."""
     traced: Any
     """The jaxpr of all passes together."""
     flops: PassFlops
@@ -70,7 +70,7 @@ class TracedSplit:
         return tuple(env[value] for value in self.hoisted)
 
     def env(self, weights: Tree, hoisted: Sequence[Any], extras: Tree) -> Environment:
-        """Return the values that every pass reads."""
+        """Return the values that no pass of a microbatch computes: weights, hoisted values and `extras`."""
         return {
             **self.weights.env(weights),
             **dict(zip(self.hoisted, hoisted, strict=True)),
@@ -167,7 +167,7 @@ def trace_split(
 
 
 def replace_leaves(tree: Tree, replacements: Tree) -> Tree:
-    """Replace leaves of a tree by the others that are not None."""
+    """Replace leaves of a tree by those of `replacements`, except where these are None."""
     return jax.tree.map(lambda old, new: old if new is None else new, tree, replacements)
 
 
@@ -201,14 +201,14 @@ class Unsplit:
     """An operation whose work for weight gradients runs in the input pass."""
 
     name: str
-    """Name of the JAX primitive: ``pallas_call``, ``while``, ``cond``."""
+    """Name of the JAX primitive, such as ``pallas_call``, ``while`` or ``cond``."""
     where: str
     """Source line of the operation; empty if unknown."""
     flops: int | None
     """FLOPs of the operation; for an effect, FLOPs of the products that it waits for. None for calls of foreign code,
     whose FLOPs are unknown."""
     share: float | None
-    """Share of the FLOPs of the backward pass, from 0 to 1."""
+    """Share of the FLOPs of the backward pass, from 0 to 1; None if unknown."""
     hint: str
     """The remedy."""
 
@@ -256,7 +256,7 @@ def _pass_flops(plan: Plan, sources: list[Source], sinks: list[Sink], whole_ops:
 
 
 def _early_effects(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tuple[str, str, str, int | None]]:
-    """Return effects that force products into the input pass which nothing else in it needs."""
+    """Return entries of effects that need products, which nothing else in the input pass needs."""
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects and op.eqn is not None]
     if not effects:
         return []

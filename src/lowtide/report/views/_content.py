@@ -105,7 +105,7 @@ def timeline(
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Return bytes per role and in total at every position of a program, and the positions to draw in `num_columns`.
 
-    Fragmentation counts. The positions to draw ascend: of each range of positions the one with most bytes.
+    Fragmentation counts. The positions to draw are those with most bytes in equal ranges of the program, in order.
     """
     num_moments = len(report.moments)
     steps: dict[str, np.ndarray] = {}

@@ -58,7 +58,7 @@ def _compact(value: Any) -> str:
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
-    """Read the arguments of `MemoryReport` from a file that `MemoryReport.to_json` wrote; raise `ReportError`."""
+    """Read the arguments of `MemoryReport` from a file that `to_json` wrote; `ReportError` if it is anything else."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -69,7 +69,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
 
 
 def parse_fields(data: Any, path: str | Path) -> dict[str, Any]:
-    """Return the arguments of `MemoryReport` from the content of such a file; raise `ReportError`."""
+    """Return the arguments of `MemoryReport` from the parsed JSON of `path`; `ReportError` if it is no valid report."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
         raise ReportError(f"{path}: the file is not a memory report", hint=_READ_HINT)

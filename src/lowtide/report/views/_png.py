@@ -1,4 +1,4 @@
-"""Pictures of a report and of a difference, 1600×900, for slides and issues.
+"""Pictures of a report and of a difference, 1600×900 pixels, for slides and issues.
 
 They use matplotlib's figure objects instead of pyplot: no global state, no window, no change to the caller's settings.
 """
@@ -230,7 +230,7 @@ def _bars(axes: Any, names: list[str], sizes: list[int], bar_styles: list[Style]
 
 
 def byte_ticks(top: int, count: int = 5) -> list[int]:
-    """Return about `count` round sizes from 0 to at most `top`: 1, 2 or 5 times a power of ten of a binary unit."""
+    """Return about `count` sizes up to `top`, multiples of 1, 2 or 5 times a power of ten of a binary unit."""
     unit = 1
     while top >= unit * 1024 and unit < 2**40:
         unit *= 1024

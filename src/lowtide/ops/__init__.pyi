@@ -1,0 +1,8 @@
+"""Attention and maps over tokens with small intermediate arrays, implemented for the target of the traced program."""
+
+from ._attention import attention as attention
+from ._attention import attention_implementation as attention_implementation
+from ._implementations import IMPLEMENTATIONS as IMPLEMENTATIONS
+from ._implementations import Implementation as Implementation
+from ._options import AttentionMask as AttentionMask
+from ._tiled_map import tiled_map as tiled_map
