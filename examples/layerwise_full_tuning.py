@@ -1,6 +1,7 @@
-"""All parameters trained, one layer on the device at a time: the optimizer runs inside the backward pass.
+"""Train all parameters with one layer on the device at a time: the optimizer runs inside the backward pass.
 
-For your model: say it as a `LayerStack`, something before, equal blocks with stacked parameters, something after.
+For your model: write it as a `LayerStack` of three functions. `first` runs before the blocks, `block` is one block with
+its slice of the stacked parameters, and `last` runs after the blocks.
 """
 
 import jax

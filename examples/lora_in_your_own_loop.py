@@ -1,4 +1,4 @@
-"""Adapters in a training loop of your own: gradients and optimizer state only for what trains.
+"""Train adapters in your own training loop: only their parameters have gradients and optimizer state.
 
 For your model: any pytree whose weights are used as `x @ w.T`, `w @ x`, `x @ w` or `lt.core.linear(x, w)`.
 """

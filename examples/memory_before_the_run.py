@@ -1,7 +1,7 @@
-"""What a step needs on a chip that is not here, who owns the bytes, and what would help.
+"""Report the memory of a step on a chip that is not attached: its bytes, their owners, and changes that save memory.
 
 For your model: pass your own step and the shapes of its arguments; nothing is allocated. Without libtpu (the extra
-`tpu-aot`) it is the CPU that is compiled for.
+`tpu-aot`) the step is compiled for the CPU.
 """
 
 import importlib.util

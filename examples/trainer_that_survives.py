@@ -1,7 +1,7 @@
-"""A run that is killed goes on where it was, to the same weights as one that is not.
+"""Kill a run and resume it: it ends with the same weights as a run that is not killed.
 
-For your model: give `lt.Trainer` your pytree (or an NNX, Keras or Equinox model through `lowtide.ext`), your loss, your
-optimizer and your data.
+For your model: pass your pytree (or an NNX, Keras or Equinox model through `lowtide.ext`), your loss and your optimizer
+to `lt.Trainer`, and your data to `fit`.
 """
 
 import signal
@@ -43,7 +43,7 @@ def train(folder, pause=0.0):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # the process that is going to be killed
+    if len(sys.argv) > 1:  # the child process, which is killed
         train(sys.argv[1], pause=0.01)
         sys.exit()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
-"""A stack of layers over four devices in a zero-bubble pipeline, and the same values as plain JAX.
+"""Run a stack of layers on four devices in a zero-bubble pipeline, and compare its values with those of plain JAX.
 
-For your model: a `LayerStack` (see `layerwise_full_tuning.py`); on real devices leave the first lines out.
+For your model: write a `LayerStack` (see `layerwise_full_tuning.py`). On real devices, remove the lines that change
+`os.environ`.
 """
 
 import os

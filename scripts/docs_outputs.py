@@ -18,12 +18,16 @@ The command runs stale pages and rewrites their outputs and included files. A pa
 Lowtide module changed that the page or one of its commands imported. `docs/outputs.json` holds digests of both. The
 hook runs no code; it renders the pages as they are.
 
+A notebook of `examples/` counts as a page: its code cells are blocks that run. The command runs a stale notebook, which
+asserts what it shows, and never rewrites it, because its outputs are Jupyter's.
+
 Each page runs in one process and one empty folder, on a CPU that shows eight devices, with a terminal of 100 columns. A
 page may link to a file that its code writes, as in `![...](PAGE/report.png)`. The command copies such files next to the
 page.
 
 Known gaps: the renderer of chat templates runs in Python's isolated mode, so a change to its script is not detected.
 Changes of JAX's version, of data in `src/` and of `docs_session.py` are not detected either; `--all` runs every page.
+Figures in a notebook's outputs are not compared with those of its run.
 """
 
 from __future__ import annotations
@@ -114,6 +118,18 @@ def blocks_of(markdown: str) -> Iterator[Block]:
         )
 
 
+def page_of_notebook(notebook: str) -> str:
+    """Return a page with the code cells of a notebook as blocks, each followed by the text of its outputs."""
+    parts = list[str]()
+    for cell in json.loads(notebook)["cells"]:
+        if cell["cell_type"] == "code":
+            parts.append(f"```python run\n{''.join(cell['source'])}\n```\n")
+            texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell["outputs"]]
+            if text := "\n".join("".join(lines) for lines in texts):
+                parts.append(f"```text output\n{text}\n```\n")
+    return "\n".join(parts)
+
+
 def rewritten(markdown: str, blocks: Iterable[Block], texts: Iterable[str]) -> str:
     """Return the page with new texts in place of these blocks and their outputs."""
     parts, end = list[str](), 0
@@ -154,6 +170,11 @@ def _source(block: Block, outputs: list[str]) -> str:
 
 
 # --- what makes a page stale ----------------------------------------------------------------------------------------
+
+
+def is_notebook(name: str) -> bool:
+    """Return whether a page is a notebook."""
+    return name.endswith(".ipynb")
 
 
 def _digest(value: Any) -> str:
@@ -215,9 +236,16 @@ class Docs:
         return self.folder / "outputs.json"
 
     def pages(self) -> dict[str, str]:
-        """Return the text of each page with such blocks, by path below the folder."""
-        texts = {path: path.read_text(encoding="utf-8") for path in sorted(self.folder.rglob("*.md"))}
-        return {path.relative_to(self.folder).as_posix(): text for path, text in texts.items() if any(blocks_of(text))}
+        """Return the text of each page with such blocks, by path from the folder, notebooks included."""
+        names = [path.relative_to(self.folder).as_posix() for path in sorted(self.folder.rglob("*.md"))]
+        names += [f"../examples/{path.name}" for path in sorted((self.root / "examples").glob("*.ipynb"))]
+        texts = {name: self.read(name) for name in names}
+        return {name: text for name, text in texts.items() if any(blocks_of(text))}
+
+    def read(self, name: str) -> str:
+        """Return the text of a page; that of a notebook is `page_of_notebook`."""
+        text = (self.folder / name).read_text(encoding="utf-8")
+        return page_of_notebook(text) if is_notebook(name) else text
 
     def cache(self) -> dict[str, Any]:
         """Return the digests and imports of each page's last run, by path."""
@@ -337,17 +365,23 @@ def _write_small_png(source: Path, target: Path) -> None:
 
 
 def refresh(docs: Docs, name: str, text: str, run: Run, folder: Path) -> None:
-    """Write a page with its new outputs, its linked files, and its entry in the cache."""
-    copy_linked_files(docs.folder, name, text, folder)
-    text = with_outputs(text, run.outputs)
+    """Write a page with its outputs, its linked files and its entry in the cache; for a notebook, only the entry."""
+    if not is_notebook(name):
+        copy_linked_files(docs.folder, name, text, folder)
+        text = with_outputs(text, run.outputs)
+    cache = docs.cache()
     entry = {
         "code": code_digest(text),
         "outputs": output_digest(text),
         "modules": modules_digest(run.imports, docs.root),
         "imports": _grouped(run.imports),
     }
-    (docs.folder / name).write_text(text, encoding="utf-8")
-    docs.write_cache({**docs.cache(), name: entry})
+    if not is_notebook(name):
+        (docs.folder / name).write_text(text, encoding="utf-8")
+    elif name in cache and cache[name]["code"] != entry["code"] and cache[name]["outputs"] == entry["outputs"]:
+        hint = "execute it with Jupyter; if its outputs stay the same, delete its line in docs/outputs.json"
+        raise RuntimeError(f"{name}: the code changed, but not the outputs: {hint}")
+    docs.write_cache({**cache, name: entry})
 
 
 def execute(docs: Docs, names: list[str], jobs: int, is_dry: bool) -> int:
@@ -364,7 +398,7 @@ def execute(docs: Docs, names: list[str], jobs: int, is_dry: bool) -> int:
         with tempfile.TemporaryDirectory(prefix="docs-", ignore_cleanup_errors=True) as folder:
             run = run_page(name, text, Path(folder), compile_options)
             with lock:
-                if (docs.folder / name).read_text(encoding="utf-8") != pages[name]:
+                if docs.read(name) != pages[name]:
                     raise RuntimeError(f"{name}: the page was edited while it ran")
                 if not is_dry:
                     refresh(docs, name, text, run, Path(folder))
@@ -396,7 +430,9 @@ def is_in_sixth(name: str, sixth: int) -> bool:
 
 
 def _chosen(pages: dict[str, str], names: list[str]) -> dict[str, str]:
-    keys = [f"{name.removeprefix('docs/').removesuffix('.md')}.md" for name in names]
+    keys = [
+        f"../{name}" if is_notebook(name) else f"{name.removeprefix('docs/').removesuffix('.md')}.md" for name in names
+    ]
     if unknown := [key for key in keys if key not in pages]:
         sys.exit(f"no page with something to run: {', '.join(unknown)}\nexpected: one of {', '.join(pages)}")
     return {name: text for name, text in pages.items() if not keys or name in keys}

@@ -1,12 +1,12 @@
-"""Ray Train: adapters trained on many hosts by `JaxTrainer`, restarted from the newest checkpoint when a worker dies.
+"""Train adapters on many hosts with Ray Train's `JaxTrainer`; after a failure it restarts from the newest checkpoint.
 
-    python ray_train.py --out /shared/runs/mine                                # two workers, divided along fsdp
-    python ray_train.py --out /shared/runs/mine --workers 4 --pipeline 2       # two stages, fsdp over the rest
-    python ray_train.py --out /shared/runs/mine --workers 4 --min-workers 2    # elastic: goes on with what is left
+    python ray_train.py --out /shared/runs/mine                                # two workers, sharded along fsdp
+    python ray_train.py --out /shared/runs/mine --workers 4 --pipeline 2       # two stages, fsdp within each
+    python ray_train.py --out /shared/runs/mine --workers 4 --min-workers 2    # elastic: continues with 2 to 4 workers
 
 `RAY_ADDRESS` names the cluster; without it Ray starts one on this machine. `--out` has to be on a file system that all
-workers see. For your model: change `model_and_data`, and `loss` and the pipeline in `make_trainer`. `pip install
-"lowtide[ray]"` on every node.
+workers share. For your model: change `model_and_data`, and `loss` and the pipeline in `make_trainer`. On every node,
+install Lowtide in a clone of its repository: `pip install ".[finetune,ray]"`.
 """
 
 import argparse
@@ -19,15 +19,15 @@ import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.jax import JaxTrainer
 
-# JAX and Lowtide are imported on the workers alone: the process that starts them takes no device away from them.
+# Only the workers import JAX and Lowtide. The process that starts them would otherwise occupy their devices.
 
 
 def join_the_other_workers():
-    """Let JAX's processes find each other, where Ray has not done that; return whether it was done here.
+    """Connect JAX's processes if Ray has not done that; return whether this function did it.
 
-    `JaxTrainer` starts `jax.distributed` on GPUs and TPUs before the training function, and on CPUs nothing.
-    `JaxConfig(use_tpu=True)` beside `JAX_PLATFORMS=cpu` would start it there, too, but only for as long as Ray reads
-    that variable first, and with JAX's patience of 100 s. To ask JAX is right on all three.
+    `JaxTrainer` starts `jax.distributed` before the training function on GPUs and TPUs, but not on CPUs.
+    `JaxConfig(use_tpu=True)` with `JAX_PLATFORMS=cpu` would start it there, too. But that depends on the order in which
+    Ray reads its settings, and keeps JAX's timeout of 100 s. A check of JAX's own state works on all three.
     """
     import jax
     from ray.train.collective import broadcast_from_rank_zero
@@ -57,7 +57,8 @@ def model_and_data(config, sharding=None):
     from lowtide.finetune import read_documents, text_data
 
     folder = lt.models.base_path()
-    # Each worker reads what its devices hold, and sees whole batches: the data is the same for any number of workers.
+    # Each worker loads only the shards on its devices. It reads whole batches, so the data is the same for any number
+    # of workers.
     model = lt.models.load(folder, dtype="float32", sharding=None if sharding is None else sharding.of)
     data = text_data(
         read_documents(None),
@@ -73,14 +74,14 @@ def model_and_data(config, sharding=None):
 
 
 def make_trainer(config, model, sharding=None, checkpoint_dir=None):
-    """Say what trains, and how it is shared; without `sharding` on one device."""
+    """Make the trainer of the adapters; without `sharding` it uses one device."""
     import optax
 
     import lowtide as lt
 
     loss, how = lt.models.loss, {}
-    if config["pipeline"]:  # the decoder brings its loss, with the stages that it is cut into
-        parts = sharding.mesh.size // config["pipeline"]  # that the rows of a microbatch are divided into
+    if config["pipeline"]:  # the decoder's stack has its own loss
+        parts = sharding.mesh.size // config["pipeline"]  # devices that share the rows of a microbatch
         microbatches = config["batch_size"] // parts
         schedule = lt.pipeline.schedule(num_stages=config["pipeline"], num_microbatches=microbatches)
         loss, how = None, {"pipeline": schedule}
@@ -97,22 +98,22 @@ def make_trainer(config, model, sharding=None, checkpoint_dir=None):
 
 
 def train_loop_per_worker(config):
-    """Run on each worker, and again on each of the next ones when one has died."""
+    """Train on one worker. Ray calls this on all workers, and after a failure again on all workers of a new group."""
     is_ours = join_the_other_workers()
     import jax
 
     from lowtide.train import JsonlLogger, ShardingRules, make_mesh
 
-    sharding = ShardingRules(mesh=make_mesh(stage=config["pipeline"]))  # fsdp takes what stages leave
+    sharding = ShardingRules(mesh=make_mesh(stage=config["pipeline"]))  # fsdp uses the remaining devices
     model, data = model_and_data(config, sharding)
     out = Path(config["out"])
     trainer = make_trainer(config, model, sharding, out / "checkpoints")
-    restored = trainer.restore()  # the newest whole one, onto the mesh that there is now
+    restored = trainer.restore()  # the newest readable checkpoint, sharded on the current mesh
     rank, shape = jax.process_index(), ", ".join(f"{name} {size}" for name, size in sharding.mesh.shape.items())
     print(f"worker {rank} of {jax.process_count()}, process {os.getpid()}: {shape}; goes on from step {restored or 0}")
 
     def report(record):
-        # A barrier: all workers get here as often, for the trainer gives each of them every record.
+        # `ray.train.report` is a barrier. All workers reach it equally often, because each receives every record.
         if record["step"] % config["report_every"] == 0:
             ray.train.report(dict(record))
 
@@ -165,19 +166,19 @@ def parse(argv=None):
 
 
 def environment_of(args):
-    """Say what the workers find in their environment."""
+    """Return the environment variables of the workers."""
     environment = {}
     if args.device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
         flags = [
-            os.environ.get("XLA_FLAGS", ""),  # first: of a flag that is there twice the last one counts
+            os.environ.get("XLA_FLAGS", ""),  # first, because the last occurrence of a flag counts
             f"--xla_force_host_platform_device_count={args.devices}",
-            # Collectives in one order on every device: else those of a pipeline with FSDP may wait for one another.
+            # Run collectives in one order on all devices: those of a pipeline with FSDP could otherwise deadlock.
             "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         ]
         environment["XLA_FLAGS"] = " ".join(flags).strip()
     elif args.device == "gpu":
-        environment["JAX_PLATFORMS"] = "cuda,cpu"  # Ray looks for cuda in it
+        environment["JAX_PLATFORMS"] = "cuda,cpu"  # Ray checks whether this contains cuda
     return environment
 
 
@@ -196,7 +197,7 @@ def main():
             resources_per_worker={kind: 1 if kind == "CPU" else args.devices},
         ),
         run_config=RunConfig(
-            storage_path=str(Path(args.out).resolve() / "ray"),  # Ray's own records; checkpoints are Lowtide's
+            storage_path=str(Path(args.out).resolve() / "ray"),  # files of Ray; Lowtide writes the checkpoints
             failure_config=FailureConfig(max_failures=args.max_failures),
             worker_runtime_env={"env_vars": environment_of(args)},
         ),
