@@ -97,6 +97,12 @@ def test_a_pattern_never_selects_what_holds_no_numbers() -> None:
     assert select({"act": jnp.tanh, "name": "mlp", "w": 1.0}, "**") == [False, False, True]
 
 
+def test_brackets_of_a_path_are_escaped_in_the_hint() -> None:
+    with pytest.raises(SelectionError, match=re.escape("did you mean 'w[[]0]'?")):
+        select({"w[0]": 1.0, "z": 2.0}, "w[0]")
+    assert select({"w[0]": 1.0, "z": 2.0}, "w[[]0]") == [True, False]
+
+
 def test_names_keep_their_order() -> None:
     assert match_names(["b", "a", "c"], ["c", "b"]) == ["b", "c"]
 

@@ -8,6 +8,7 @@ matches no leaf is an error that lists near misses. So is a single alternative i
 from __future__ import annotations
 
 import difflib
+import glob
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -148,7 +149,8 @@ def _no_match(subject: str, names: Sequence[str], hint: str, expected: str | Non
 
 def _near_misses(pattern: str, names: Sequence[str]) -> str:
     """Suggest a variant of the pattern that matches, else the closest spellings, else some of the paths."""
-    for variant in (f"{pattern}/**", f"**/{pattern}", f"**/{pattern}/**"):
+    # Escaped, brackets in a path are no character class.
+    for variant in (glob.escape(pattern), f"{pattern}/**", f"**/{pattern}", f"**/{pattern}/**"):
         if any(match_path(name, variant) for name in names):
             return f"did you mean {variant!r}?"
     if ".*" in pattern:
