@@ -44,6 +44,8 @@ def test_scans_in_scans_multiply() -> None:
 
     rows = names(lambda h, w: jax.lax.scan(lambda h, w: (twice(h, w), None), h, w)[0], X, W)
     assert rows["up"].count == 15
+    with pytest.raises(KeyError, match="unknown"):
+        rows["unknown"]
 
 
 def test_a_loop_on_the_way_counts_whole() -> None:

@@ -91,7 +91,8 @@ _FOLDS: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 """JAX's reduction primitives, with the operation that combines the results of two blocks."""
 
-# A shorter scan is unrolled. Muon's Newton-Schulz iteration takes five steps, or one per row of its coefficients.
+# Scans of at most this many steps are unrolled. Muon's Newton-Schulz iteration takes five steps by default, or as many
+# as its coefficients have rows.
 _MAX_UNROLLED_STEPS = 16
 
 # The result of a fold stays on the device. It may have at most 1/8 of the elements of its operand.

@@ -395,7 +395,7 @@ def _bias_option(names: Mapping[int, _ArrayNames], biases: set[str], saved: set[
 
 
 def _saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
-    """Return entries of `modules_to_save` that select only the chosen modules; raise if there are none."""
+    """Return entries of `modules_to_save` that select only the chosen modules; raise an error if none do."""
     selected, all_names = {*chosen}, {*chosen, *modules}
     # Prefer the last segment; use the full name where that segment also ends other modules.
     segments = {name: name.rpartition(".")[2] for name in chosen}

@@ -115,8 +115,8 @@ def value_and_grad(
         Each device holds its layers, the outer leaves, gradients of both (float32 at least), the batch, and the values
         that the schedule keeps between passes. GPipe and looped BFS keep the residuals of all microbatches. For other
         schedules this memory does not grow with the number of microbatches. ``inputs="host"`` moves block inputs to
-        host memory. On a TPU the batch is held twice if a device's rows of a microbatch are no multiple of 8, the rows
-        of a tile (jaxlib 0.10.2, compiled for v5p).
+        host memory. With 2 rows of a microbatch on each device, a TPU holds integers of a batch twice; with 8, once
+        (jaxlib 0.10.2, compiled for v5p).
 
     Examples:
         >>> from lowtide.pipeline import schedule
