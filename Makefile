@@ -20,7 +20,7 @@ PIP_OUTPUT := $(if $(MAKE_TERMOUT),--progress-bar on,--quiet)
 INSTALL := $(BIN)/python -m pip install $(PIP_OUTPUT) --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test test-all pytest pytest-all selected lint format docs peers dist versions bench clean
+.PHONY: help finetune test test-all pytest pytest-all selected lint format docs peers wheel dist versions bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
@@ -115,20 +115,34 @@ peers: $(VENV)/.installed-peers ## Ask torch, transformers and PEFT anew and com
 	set -o pipefail; $(PYTEST) -n 2 -m "recorded or peers" --peers=live $(PYTEST_ARGS) --ignore $(RAY) 2>&1 | tee $(LOGS)/peers.log
 	set -o pipefail; $(BIN)/python -m pytest -m peers $(RAY) 2>&1 | tee $(LOGS)/ray.log
 
-# The core needs no extra: `explain` runs before `finetune` is installed.
-dist: $(VENV)/.installed-dev ## Build wheel and sdist, install the wheel into a fresh environment and run it there.
+# A fresh environment runs the wheel outside of the clone. It has the packages of VENV, but not the clone: Python reads
+# no .pth files of a folder that another .pth file names.
+wheel: $(VENV)/.installed-dev ## Build wheel and sdist, and run the wheel outside of the clone with the packages of VENV.
 	rm -rf dist
 	$(BIN)/python -m hatchling build
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; set -e; \
+	wheel=$$(realpath dist/*.whl); packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	$(BIN)/python -m venv --without-pip "$$folder/venv"; \
+	$(BIN)/python -m pip --python "$$folder/venv/bin/python" install --quiet --disable-pip-version-check --no-deps "$$wheel"; \
+	$(BIN)/python -c "$$packages" >"$$("$$folder/venv/bin/python" -c "$$packages")/packages.pth"; \
+	cd "$$folder"; export JAX_PLATFORMS=cpu; \
+	venv/bin/python -c 'import lowtide, sys; sys.exit(not lowtide.__file__.startswith(sys.prefix))'; \
+	$(EXPLAIN_STEP); $(FINETUNE_BRIEFLY)
+
+# The core needs no extra: `explain` runs before `finetune` is installed.
+dist: wheel ## Build and run the wheel, and run it in a fresh environment with the packages that it asks for.
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; set -e; \
 	wheel=$$(realpath dist/*.whl); \
 	$(PYTHON) -m venv "$$folder/venv"; cd "$$folder"; export JAX_PLATFORMS=cpu; \
 	install="venv/bin/python -m pip install $(PIP_OUTPUT) --disable-pip-version-check --constraint $(abspath $(CONSTRAINTS))"; \
 	echo "Installing the wheel with JAX into a fresh environment. This can take minutes."; \
-	$$install "$$wheel"; \
-	echo 'def job(): import jax.numpy as np; return (lambda w, x: x @ w), (np.ones((64, 64)), np.ones((8, 64)))' >step.py; \
-	venv/bin/lowtide explain step.py:job; \
+	$$install "$$wheel"; $(EXPLAIN_STEP); \
 	echo "Installing the packages of lowtide finetune there. This can take minutes."; \
-	$$install "$$wheel[finetune]"; venv/bin/lowtide finetune --steps 10 --out run
+	$$install "$$wheel[finetune]"; $(FINETUNE_BRIEFLY)
+
+EXPLAIN_STEP := echo 'def job(): import jax.numpy as np; return (lambda w, x: x @ w), (np.ones((64, 64)), np.ones((8, 64)))' \
+	>step.py; venv/bin/lowtide explain step.py:job
+FINETUNE_BRIEFLY := venv/bin/lowtide finetune --steps 10 --out run
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).
 	$(BIN)/nox
