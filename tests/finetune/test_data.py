@@ -4,6 +4,7 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
+from lowtide.cli._data_report import lost_tokens_warning
 from lowtide.core import ConfigError, DataError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml
 from lowtide.finetune.data._load import load_data
@@ -53,8 +54,10 @@ def test_the_length_is_that_of_the_longest_record_and_lost_tokens_are_said(load)
     assert whole.seq_len == whole.train[0]["tokens"].shape[1] and whole.report.num_cut == 0
     assert whole.seq_len % 64 == 0 and whole.notes == ()
     cut = load(records)
-    assert cut.report.num_cut == 1
-    assert re.match(r"\d+ of [\d,]+ tokens \(\d+%\) are lost: records are longer than \d+ tokens", cut.notes[0])
+    assert cut.report.num_cut == 1 and cut.notes == ()
+    warning = lost_tokens_warning(cut.report, cut.seq_len)
+    assert re.match(r"\d+ of [\d,]+ tokens \(\d+%\) are lost: records are longer than \d+ tokens\nhint: ", warning)
+    assert lost_tokens_warning(whole.report, whole.seq_len) is lost_tokens_warning(None, 64) is None
     text = load([{"text": "the tide goes out " * 400}], model="m", seq_len=0)
     assert text.seq_len % 64 == 0 and text.num_train_sequences > 9
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 _MAX_CHARACTERS = 1200
+_MAX_LOST_SHARE = 0.02
+"""Share of the tokens that may be lost without a warning."""
 
 
 def describe(report: Any, config: Any) -> dict[str, str]:
@@ -34,6 +36,17 @@ def describe(report: Any, config: Any) -> dict[str, str]:
         **({"not read": ", ".join(report.unread)} if report.unread else {}),
         **({"held out": f"{held_out_text} at {config.seq_len} tokens"} if held_out_text else {}),
     }
+
+
+def lost_tokens_warning(report: Any, seq_len: int) -> str | None:
+    """Warn when more than 2 % of the tokens of a `DataReport` are lost; return None otherwise, or for plain text."""
+    if report is None:
+        return None
+    num_lost = report.num_lost_tokens + report.num_held_out_lost_tokens
+    if num_lost <= _MAX_LOST_SHARE * report.num_tokens:
+        return None
+    share = f"{num_lost:,} of {report.num_tokens:,} tokens ({num_lost / report.num_tokens:.0%})"
+    return f"{share} are lost: records are longer than {seq_len:,} tokens\nhint: raise --seq-len, or --too-long split"
 
 
 def describe_ends(tokens: Any, tokenizer: Any) -> str:

@@ -314,6 +314,8 @@ def _print_plan(console: Console, job: Any, table: Any, saved_bytes: int | None)
     }
     for name, text in rows.items():
         grid.add_row(Text(name, style="bold"), Text(text))
+    if (problem := _data_report.lost_tokens_warning(data.report, config.seq_len)) is not None:
+        print_labelled(console, "warning", problem)
     console.print(grid)
     for note in data.notes:
         print_labelled(console, "note", note)

@@ -36,8 +36,6 @@ from ._pack import EvaluationBatches, TextData, pack_stores
 from ._read import files_below, folder_of_records, is_records, read_records, unreadable
 
 _MOST_NAMES = 6
-_MOST_LOST = 0.02
-"""Share of the tokens that may be cut off without a note."""
 _MOST_BATCH_TOKENS = 2**28
 """Largest batch in tokens. With four int32 columns it takes 4 GiB on the host before anything is compiled.
 
@@ -112,10 +110,6 @@ def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate |
     num_rows, batch_size = data.num_train_sequences, config.batch_size
     if num_rows < batch_size:
         notes.append(f"a batch repeats rows: --batch-size is {batch_size:,}, with {num_rows:,} rows to train on")
-    num_lost = 0 if data.report is None else data.report.num_lost_tokens + data.report.num_held_out_lost_tokens
-    if data.report is not None and num_lost > _MOST_LOST * data.report.num_tokens:
-        share = f"{num_lost:,} of {data.report.num_tokens:,} tokens ({num_lost / data.report.num_tokens:.0%})"
-        notes.insert(0, f"{share} are lost: records are longer than {data.seq_len:,} tokens; raise --seq-len")
     if template is not None and data.report is not None and data.report.kind == "prompt":
         note = f"prompts are read as plain text, without the template {template.where}"
         notes.append(f'{note}; records with "messages" use it')
