@@ -38,23 +38,29 @@ FAST := $(LOCAL) and (sentinel or not slow)
 OPTIMIZED := tests/core/test_grad.py tests/core/test_accumulate.py tests/losses tests/adapters/test_lora.py \
 	tests/models/test_llama.py tests/test_project.py
 LOGS := build/logs
-PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=10
+PYTEST := $(BIN)/python -m pytest --dist worksteal --durations=10 --color=no
+# Options of the caller's shell could leave tests out.
+unexport PYTEST_ADDOPTS
 
 # Two lanes run at the same time: tests that compute, and tests that mostly wait for processes that they start.
-# With PYTEST_ARGS, pytest's status 5 (no tests) is no failure, because "-k units" may select tests of one lane only.
-# Without PYTEST_ARGS it is a failure, because xdist also ends with 5 when its workers die during import.
-# Unless PYTEST_ARGS is set, the second lane collects only the files that contain its tests. Each of its workers would
-# spend eight seconds on collecting all files, and needs two for these.
+# pytest's status 5 means that no test ran. xdist also ends with 5 when its workers die during import, so it is a
+# failure. Only with PYTEST_ARGS one of the lanes may be empty, because "-k units" may select tests of the other alone.
+# `make pytest` without PYTEST_ARGS collects, in the second lane, only the files that contain its tests. Each of its
+# workers would spend eight seconds on collecting all files, and needs two for these.
 # $(1): marker expression, $(2): more arguments, $(3): name of the logs, $(4): files of the second lane
 PROCESS_FILES = $(shell grep --recursive --files-with-matches --word-regexp --include='test_*.py' processes tests)
 PROCESS_WORKERS := 3
 define lanes
 	@mkdir -p $(LOGS); \
-	{ $(PYTEST) -n $(PROCESS_WORKERS) -m "($(1)) and processes" $(2) $(PYTEST_ARGS) $(if $(PYTEST_ARGS),,$(4)) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } >$(LOGS)/$(3)-processes.log 2>&1 & \
-	lane=$$!; trap 'kill $$lane 2>/dev/null' EXIT; set -o pipefail; status=0; \
-	{ $(PYTEST) -n 2 -m "($(1)) and not processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 -a -n '$(PYTEST_ARGS)' ]; } 2>&1 | tee $(LOGS)/$(3).log \
-		|| status=1; \
-	wait $$lane || status=1; echo "==> tests that start processes"; cat $(LOGS)/$(3)-processes.log; exit $$status
+	$(PYTEST) -n $(PROCESS_WORKERS) -m "($(1)) and processes" $(2) $(PYTEST_ARGS) $(if $(strip $(PYTEST_ARGS)),,$(4)) \
+		>$(LOGS)/$(3)-processes.log 2>&1 & \
+	lane=$$!; trap 'kill $$lane 2>/dev/null' EXIT; set -o pipefail; first=0; second=0; \
+	$(PYTEST) -n 2 -m "($(1)) and not processes" $(2) $(PYTEST_ARGS) 2>&1 | tee $(LOGS)/$(3).log || first=$$?; \
+	wait $$lane || second=$$?; echo "==> tests that start processes"; cat $(LOGS)/$(3)-processes.log; \
+	case "$$first $$second$(if $(strip $(PYTEST_ARGS)), with arguments)" in \
+		"0 0"|"0 0 with arguments"|"0 5 with arguments"|"5 0 with arguments") ;; \
+		*) echo "pytest ended with $$first and, for tests that start processes, with $$second" >&2; exit 1 ;; \
+	esac
 endef
 
 pytest: PROCESS_WORKERS := 2
@@ -70,18 +76,19 @@ selected: $(VENV)/.installed-dev
 	$(call lanes,$(LOCAL),@$(SELECTION),selected)
 	$(BIN)/python scripts/ci.py ran $(SELECTION) $(LOGS)/selected.log $(LOGS)/selected-processes.log
 
-# Pages are run but not rewritten, and recordings change only if a peer's answer changes. So .ci/verified names exactly
-# the commit that passed.
+# Pages are run but not rewritten. `make peers` writes recordings only for new or changed questions, and then the tree is
+# no longer that of the commit. So .ci/verified names exactly the commit that passed.
 test-all: $(VENV)/.installed-peers $(VENV)/.installed-docs ## Run everything, peers, Ray and all pages included; writes .ci/verified when it passes.
 	@[ -z '$(PYTEST_ARGS)' ] || { echo "test-all runs all tests: leave PYTEST_ARGS out" >&2; exit 1; }
-	$(BIN)/python scripts/ci.py clean
 	rm -rf $(LOGS)
+	$(BIN)/python scripts/ci.py begin $(LOGS)/commit
 	$(MAKE) lint
 	$(MAKE) docs CACHED=1
 	$(MAKE) peers
+	$(BIN)/python scripts/ci.py begin $(LOGS)/commit-after-peers
 	$(BIN)/python scripts/docs_outputs.py --all --dry-run
 	$(MAKE) pytest-all
-	$(BIN)/python scripts/ci.py verified $(LOGS)/*.log
+	$(BIN)/python scripts/ci.py verified $(LOGS)/commit $(LOGS)/*.log
 
 pytest-all: export TPU_AS_USERS = 1
 pytest-all: export LOWTIDE_KILLS = 40
@@ -113,7 +120,7 @@ RAY := tests/integration/test_ray.py
 peers: $(VENV)/.installed-peers ## Ask torch, transformers and PEFT anew and compare with the recordings; train on Ray.
 	@mkdir -p $(LOGS)
 	set -o pipefail; $(PYTEST) -n 2 -m "recorded or peers" --peers=live $(PYTEST_ARGS) --ignore $(RAY) 2>&1 | tee $(LOGS)/peers.log
-	set -o pipefail; $(BIN)/python -m pytest -m peers $(RAY) 2>&1 | tee $(LOGS)/ray.log
+	set -o pipefail; $(BIN)/python -m pytest --color=no -m peers $(RAY) 2>&1 | tee $(LOGS)/ray.log
 
 # A fresh environment runs the wheel outside of the clone. It has the packages of VENV, but not the clone: Python reads
 # no .pth files of a folder that another .pth file names.

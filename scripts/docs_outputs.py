@@ -56,6 +56,8 @@ WIDTH = 100
 """Terminal width in columns for the programs."""
 COMPILE_OPTIONS = ("XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL")
 """Variables that change the figures; they are only passed on in dry runs."""
+_MOST_SECONDS = 1800
+"""Time limit of one page; on two slow cores the longest takes about four minutes."""
 _ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 """Makes CPU devices start collectives in one fixed order; see "On a CPU" in docs/internals/pipelines.md."""
 _FENCE = re.compile(r"^```(?P<language>\w+)(?P<words>[^\n`]*)\n(?P<code>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
@@ -330,6 +332,7 @@ def run_page(name: str, text: str, folder: Path, compile_options: dict[str, str]
             text=True,
             capture_output=True,
             check=False,
+            timeout=_MOST_SECONDS,
         )
         if child.returncode:
             failed = re.search(r"the block at line (\d+) failed\s*$", child.stderr)
@@ -407,7 +410,7 @@ def execute(docs: Docs, names: list[str], jobs: int, is_dry: bool) -> int:
         started = time.monotonic()
         try:
             update(name)
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError, subprocess.TimeoutExpired) as error:
             return f"{name}: {error}" if name not in str(error) else str(error), 0
         return "", time.monotonic() - started
 

@@ -2,13 +2,17 @@
 
     python scripts/plant_defects.py --suite fast --output build/fast.json    what `make test` catches
     python scripts/plant_defects.py --suite ci --output build/ci.json        what `.ci/run` catches
-    python scripts/plant_defects.py --commit 7feaa4e --markers "not peers and not gpu and not slow"
+    python scripts/plant_defects.py --commit HEAD~1 --markers "not peers and not gpu and not slow"
     python scripts/plant_defects.py --only last-token-lost --tests tests/losses/test_cross_entropy.py
 
 scripts/defects.toml lists the defects. The script plants each one in a temporary worktree of a commit, never in the
 user's files. For each defect it runs the tests of the package first, then the integration tests and the packages above,
 then the rest, up to the first failure. A failing test counts as a catch if it fails again when it runs alone, and
-passes without the defect. The script writes the output file after each defect; a second call skips the defects in it.
+passes without the defect; running out of time counts as failing. The script writes the output file after each defect; a
+second call skips the defects in it.
+
+`.ci/run` does not select the same tests for every commit. So the result of `--suite ci` also says in how many of 48
+commits the test that caught the defect runs.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ import ci
 DEFECTS = Path(__file__).with_name("defects.toml")
 OWN_TESTS = "tests/test_defects.py"
 """This file searches for the old texts, so it would fail with every defect. It is never run here."""
+NUM_SEEDS = 4 * ci.NUM_ROTATIONS
 CONFIRM_SECONDS = 300
 """Time limit of a single test that runs again."""
 COLLECT = """
@@ -131,13 +136,15 @@ class Checkout:
             log.seek(0)
             printed = log.read()
         failed = read_failures(printed)
-        if not failed and status not in (0, 5):  # status 5: no test was selected
+        # Status 5 means that no test was selected; xdist also ends with it when its workers die during import.
+        is_empty = status == 5 and "crashed" not in printed
+        if not failed and status and not is_empty:
             sys.exit(f"error: pytest ended with status {status} and no test failed\n{printed[-3000:]}")
         return failed
 
     def collect(self) -> list[ci.Case]:
         """Return all test cases of the commit."""
-        command = [sys.executable, "-c", COLLECT, str(DEFECTS.parent)]
+        command = [sys.executable, "-c", COLLECT, str(self.root / "scripts")]
         done = subprocess.run(command, cwd=self.root, env=self.env, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"error: the tests cannot be collected\n{done.stdout[-3000:]}{done.stderr}")
@@ -208,16 +215,14 @@ class Plan:
             self.local, self.markers = read_markers((checkout.root / "Makefile").read_text(encoding="utf-8"))
         is_selecting = options.suite == "ci" and not options.tests
         self.cases = checkout.collect() if is_selecting else []
+        ci.ROOT = checkout.root  # `ci.select` reads the test files
 
     def runs(self, defect: Defect) -> Iterator[list[str]]:
         """Yield, for each group of paths, the fast tests, then the tests that `ci.select` chooses for the change."""
         if self.options.tests:
             yield ["-n", "0", *(["-m", self.markers] if self.markers else []), *self.options.tests]
             return
-        layers = ci.read_layers(self.checkout.root / "pyproject.toml")
-        # Same formula as `ci.current_rotation`, for that commit.
-        rotation = int(self.checkout.commit[:8], 16) % ci.NUM_ROTATIONS
-        selected, _ = ci.select(self.cases, ci.affected_by([defect.file], layers), rotation)
+        selected, _ = ci.select(self.cases, self._change(defect), ci.seed_of(self.checkout.commit))
         for number, paths in enumerate(test_paths(self.checkout.root, defect.package)):
             if not paths:
                 continue
@@ -227,6 +232,16 @@ class Plan:
                 file = self.folder / f"{defect.name}-{number}.txt"
                 file.write_text("".join(f"{id}\n" for id in ids), encoding="utf-8")
                 yield ["-n", "2", "-m", self.local, f"@{file}"]
+
+    def num_selecting(self, defect: Defect, test: str) -> int:
+        """Return in how many of `NUM_SEEDS` commits with this defect `.ci/run` runs the test."""
+        case = next((case for case in self.cases if case.id == test), None)
+        if case is None or not ci.is_slow(case):
+            return NUM_SEEDS
+        return sum(case in ci.select(self.cases, self._change(defect), seed)[0] for seed in range(NUM_SEEDS))
+
+    def _change(self, defect: Defect) -> ci.Change:
+        return ci.affected_by([defect.file], ci.read_layers(self.checkout.root / "pyproject.toml"))
 
 
 def _is_below(path: str, folders: Collection[str]) -> bool:
@@ -241,13 +256,14 @@ def measure(plan: Plan, defect: Defect, unreliable: set[str]) -> dict[str, Any]:
     checkout, start = plan.checkout, time.monotonic()
 
     def result(outcome: str, test: str | None = None) -> dict[str, Any]:
-        return {"result": outcome, "test": test, "seconds": round(time.monotonic() - start, 1)}
+        commits = {"commits": plan.num_selecting(defect, test)} if test and plan.cases else {}
+        return {"result": outcome, "test": test, "seconds": round(time.monotonic() - start, 1), **commits}
 
     for arguments in plan.runs(defect):
         while True:
-            left = 60 * plan.options.minutes - (time.monotonic() - start)
+            seconds = 60 * plan.options.minutes - (time.monotonic() - start)
             with checkout.with_defect(defect):
-                failed = checkout.failing([*arguments, *(f"--deselect={id}" for id in sorted(unreliable))], left)
+                failed = checkout.failing([*arguments, *(f"--deselect={id}" for id in sorted(unreliable))], seconds)
             if failed is None:
                 return result("out of time")
             for test in failed:
@@ -270,10 +286,12 @@ def table(defects: Sequence[Defect], results: dict[str, Any]) -> str:
     """Return a Markdown table of all results."""
     lines = ["| defect | package | kind | what a user would notice | result | seconds |", "|---|---|---|---|---|---|"]
     for defect in defects:
-        found = results.get(defect.name)
-        if found is not None:
-            outcome = f"{found['result']}: `{found['test']}`" if found["test"] else found["result"]
-            cells = (defect.name, defect.package, defect.kind, defect.notice, outcome, f"{found['seconds']:g}")
+        result = results.get(defect.name)
+        if result is not None:
+            outcome = f"{result['result']}: `{result['test']}`" if result["test"] else result["result"]
+            if result.get("commits", NUM_SEEDS) < NUM_SEEDS:
+                outcome += f" (in {result['commits']} of {NUM_SEEDS} commits)"
+            cells = (defect.name, defect.package, defect.kind, defect.notice, outcome, f"{result['seconds']:g}")
             lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -296,6 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, defects = read_options(arguments), read_defects()
     if unknown := set(options.only) - {defect.name for defect in defects}:
         sys.exit(f"error: no defect is called {', '.join(sorted(unknown))}\nhint: --list shows their names")
+    if options.suite == "ci" and options.markers:
+        sys.exit("error: --markers is for --suite fast: it would leave out tests that .ci/run selects")
     defects = [defect for defect in defects if not options.only or defect.name in options.only]
     if options.list:
         print("\n".join(f"{defect.name:32} {defect.package:12} {defect.kind:9} {defect.notice}" for defect in defects))
@@ -308,15 +328,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = {"commit": checkout.commit, "suite": options.suite, "markers": plan.markers, "tests": options.tests}
         results: dict[str, Any] = {}
         if options.output and options.output.exists():
-            kept = json.loads(options.output.read_text(encoding="utf-8"))
-            results = kept.pop("results")
-            if kept != run:
-                sys.exit(f"error: {options.output} is of another measurement\nexpected: {run}\ngot: {kept}")
+            earlier = json.loads(options.output.read_text(encoding="utf-8"))
+            results = earlier.pop("results")
+            if earlier != run:
+                sys.exit(f"error: {options.output} is of another measurement\nexpected: {run}\ngot: {earlier}")
         unreliable: set[str] = set()
         for defect in defects:
             if defect.name not in results:
-                results[defect.name] = found = measure(plan, defect, unreliable)
-                print(f"{defect.name}: {found['result']} {found['test'] or ''} ({found['seconds']:g} s)", flush=True)
+                results[defect.name] = result = measure(plan, defect, unreliable)
+                print(f"{defect.name}: {result['result']} {result['test'] or ''} ({result['seconds']:g} s)", flush=True)
                 if options.output:
                     options.output.parent.mkdir(parents=True, exist_ok=True)
                     options.output.write_text(json.dumps({**run, "results": results}, indent=2) + "\n")

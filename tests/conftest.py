@@ -72,6 +72,11 @@ collected = collections.Counter[str]()
 _PROCESSES = re.compile(r"\bprocesses\b")  # as the Makefile greps it
 
 
+def pytest_sessionstart() -> None:
+    """Forget the counts of an earlier collection in this process."""
+    collected.clear()
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark tests with recorded answers, so that `make peers` can select them, and the cases after `slow_after`.
 

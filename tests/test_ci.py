@@ -31,6 +31,7 @@ LAYERS = ci.read_layers()
         (["src/lowtide/__init__.py"], set().union(*LAYERS)),
         (["src/lowtide/ext/_nnx.py"], {"ext"}),
         (["src/lowtide_pytest.py"], {"testing"}),
+        (["src/lowtide/__main__.py"], {"cli"}),
         (["benchmarks/lora_step.py"], set()),
     ],
 )
@@ -42,7 +43,7 @@ def test_a_change_affects_its_packages_and_those_of_higher_layers(files, package
 
 def test_documentation_and_tests_alone_affect_no_package():
     files = [
-        "README.md",
+        "docs/index.md",
         "tests/train/test_loop.py",
         "tests/golden/schedules/1f1b.txt",
         "tests/golden/peers/models/test_families.safetensors",
@@ -64,6 +65,39 @@ def test_documentation_and_tests_alone_affect_no_package():
         "tests/adapters/test_lora.py": False,
     }
     assert {path: ci.is_changed(ci.Case(path, frozenset({"slow"})), change) for path in affected} == affected
+
+
+def test_every_slow_case_of_a_changed_package_is_selected():
+    packages = {path.parent.name for path in SCRIPT.parents[1].glob("src/lowtide/*/__init__.py")}
+    assert packages >= {"core", "ext", "testing"}
+    for package in packages:
+        change = ci.affected_by([f"src/lowtide/{package}/_x.py"], LAYERS)
+        ids = [f"tests/{package}/test_x.py::test_y[{case}]" for case in "ab"]
+        cases = [ci.Case(id, frozenset({"slow"})) for id in [*ids, f"{ci.EXAMPLES}[{package}]"]]
+        assert ci.select(cases, change, 0)[0] == cases
+
+
+def test_a_script_or_page_changes_the_tests_that_run_it():
+    users = {
+        "tests/forked.py": "tests/integration/test_kills.py",
+        "tests/integration/killed.py": "tests/integration/test_kills.py",
+        "tests/integration/distributed_worker.py": "tests/integration/test_distributed.py",
+        "tests/models/killed_saves.py": "tests/models/test_saves.py",
+        "README.md": "tests/integration/test_readme.py",
+        "benchmarks/load_memory.py": "tests/models/test_load_memory.py",
+        "examples/out_of_memory.py": "tests/integration/test_examples.py",
+    }
+    for file, test in users.items():
+        assert ci.is_changed(ci.Case(test, frozenset({"slow"})), ci.affected_by([file], LAYERS)), file
+
+
+def test_every_helper_of_tests_belongs_to_a_test():
+    root = SCRIPT.parents[1]
+    files = {path.relative_to(root).as_posix() for path in (root / "tests").rglob("*.py")}
+    tests = {file for file in files if Path(file).name.startswith("test_")}
+    used = {source for test in tests for source in ci.sources_of(test)}
+    helpers = {file for file in files - tests if not file.endswith("__init__.py")}
+    assert helpers - used <= {file for file in helpers if file in ci.SHARED}
 
 
 def test_a_test_is_affected_by_every_package_that_its_file_uses():
@@ -127,15 +161,19 @@ def test_every_case_is_selected_or_counted_as_left_out():
           for folder in ("core", "cli") for i in range(40) for case in "ab"),
     ]  # fmt: skip
     change = ci.affected_by(["src/lowtide/train/_loop.py"], LAYERS)
-    rotations = [ci.select(cases, change, rotation) for rotation in range(ci.NUM_ROTATIONS)]
-    always = [case.id for case in (cases[1], cases[3], cases[5], cases[6])]
-    for selected, report in rotations:
-        assert [case.id for case in selected][:4] == always
+    seeds = range(2 * ci.NUM_ROTATIONS)
+    aot, always = {cases[1].id, cases[2].id}, {cases[3].id, cases[5].id, cases[6].id}
+    rotating = collections.Counter[str]()
+    for seed in seeds:
+        selected, report = ci.select(cases, change, seed)
         assert sum(int(line.split()[0]) for line in report[1:]) == len(cases)
-    rotating = collections.Counter(case.id for selected, _ in rotations for case in selected[4:])
-    # Tests below the change run in every fourth rotation, those above it in every third; one case of each.
-    assert rotating == {f"tests/{folder}/test_units.py::test_{i}[a]": times
-                        for folder, times in (("core", 3), ("cli", 4)) for i in range(40)}  # fmt: skip
+        ids = {case.id for case in selected}
+        assert always <= ids and len(ids & aot) == 1
+        rotating.update(ids - always)
+    # Tests below the change run in every fourth rotation, those above it in every third; each time one of their cases.
+    expected = {f"tests/{folder}/test_units.py::test_{i}[{case}]": times
+                for folder, times in (("core", 3), ("cli", 4)) for i in range(40) for case in "ab"}  # fmt: skip
+    assert rotating == expected | dict.fromkeys(aot, ci.NUM_ROTATIONS)
 
 
 def test_all_cases_of_a_changed_package_are_selected():
@@ -155,21 +193,33 @@ def test_a_commit_of_another_history_selects_everything(tmp_path, monkeypatch):
 
 def test_only_a_complete_run_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(ci, "VERIFIED", tmp_path / "verified")
-    log = tmp_path / "all.log"
-    answers = {"status": "", "rev-parse": "f" * 40}
+    recorded = [ci.Case(f"tests/a.py::test_{index}", frozenset({"recorded"})) for index in range(6)]
+    monkeypatch.setattr(ci, "collect", lambda: [*recorded, ci.Case("b", frozenset({"gpu"}))])
+    log, begun = tmp_path / "all.log", tmp_path / "commit"
+    answers: dict[str, str | None] = {"status": "", "rev-parse": "f" * 40}
     monkeypatch.setattr(ci, "_git", lambda *arguments: answers[arguments[0]])
-    log.write_text("==== 2 failed, 5 passed in 3.00s ====\n")
-    with pytest.raises(SystemExit, match="not written: expected tests that passed"):
-        ci.write_verified([log])
-    log.write_text("==== 5 passed, 1 skipped in 3.00s ====\n=== 7 passed in 1s ===\n")
+    begun.write_text(ci.check_clean())
+
+    def refuse(text, problem):
+        log.write_text(text)
+        with pytest.raises(SystemExit, match=problem):
+            ci.write_verified(begun, [log])
+
+    refuse("==== 2 failed, 12 passed in 3.00s ====\n", "not written: expected tests that passed")
+    refuse("==== 11 passed in 3.00s ====\n", "not written: expected 12 results, got 11")
+    passed = "==== 5 passed, 1 skipped in 3.00s ====\n=== 7 passed in 1s ===\n"
+    refuse(f"SKIPPED [1] tests/a.py:3: needs ptxas\n{passed}", "tests were skipped: needs ptxas")
     answers["status"] = " M src/lowtide/core/_paths.py"
-    with pytest.raises(SystemExit, match="the working tree differs from the commit: src/lowtide/core/_paths.py"):
-        ci.write_verified([log])
-    answers["status"] = "?? .ci/verified"
-    ci.write_verified([log])
+    refuse(passed, "the working tree differs from the commit: src/lowtide/core/_paths.py")
+    answers["status"] = None
+    refuse(passed, "git cannot read this repository")
+    answers |= {"status": "?? .ci/verified", "rev-parse": "e" * 40}
+    refuse(passed, "the run began at f+, and the commit is now e+")
+    begun.write_text("e" * 40)
+    ci.write_verified(begun, [log])
     verified = json.loads(ci.VERIFIED.read_text())
     assert {key: verified[key] for key in ("commit", "passed", "skipped")} == {
-        "commit": "f" * 40,
+        "commit": "e" * 40,
         "passed": 12,
         "skipped": 1,
     }

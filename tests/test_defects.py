@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NUM_DEFECTS = 25
+NUM_DEFECTS = 26
 KINDS = {"numbers", "bytes", "failures", "reports"}
 
 

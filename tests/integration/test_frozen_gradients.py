@@ -76,7 +76,6 @@ def test_gradients_of_thirty_four_layers_on_the_cpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
-@pytest.mark.usefixtures("little_optimized")
 def test_thirty_four_layers_do_not_fit_a_v5e_and_their_adamw_step_fits_a_v5p_only_split(bench: Any) -> None:
     model, x = [bench.lora_linear(16384, 16384) for _ in range(34)], bench.shape(16384)
     refused = bench.gradient_reports(model, x, "v5e:2x2")

@@ -26,7 +26,6 @@ print(json.dumps(qlora.measure("rank 8", "nf4, embedding and head int8", "v5e:1x
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.tpu_aot
-@pytest.mark.usefixtures("little_optimized")  # a third of the time, and 0.03 GiB more
 def test_eight_billion_parameters_train_in_seven_gib_of_a_v5e() -> None:
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-c", SCRIPT]
