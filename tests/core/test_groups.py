@@ -317,6 +317,15 @@ def test_what_passes_all_layers_is_kept_once_and_has_no_gradient_where_it_is_fro
     close(*both)
 
 
+def test_groups_move_parameters_from_the_host() -> None:
+    outer, layers, batch = parameters()
+    model = {"outer": outer, "layers": layers}
+    on_host = lt.offload.to_host(model, "**/{w,scale}")
+    assert on_host["layers"]["w"].sharding.memory_kind == "pinned_host"
+    expected = jax.jit(gradients(3, "layers/b"))(model, batch)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(gradients(3, "layers/b"))(on_host, batch), expected)
+
+
 def test_a_stack_of_no_layers_does_nothing() -> None:
     outer, layers, batch = parameters()
     none = jax.tree.map(lambda leaf: leaf[:0], layers)

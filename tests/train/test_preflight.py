@@ -78,6 +78,11 @@ def test_remedies_are_listed_for_activations():
 def test_a_budget_of_nothing_is_an_error(budget):
     with pytest.raises(ConfigError, match=r"(?s)budget must be an integer of at least 1.*hint:"):
         trainer(budget=budget)
+    ours = trainer()
+    with pytest.raises(ConfigError, match="budget must be an integer of at least 1"):
+        ours.budget_bytes = budget
+    ours.budget_bytes = "2 MiB"
+    assert ours.budget_bytes == 2 * 2**20
 
 
 @pytest.mark.slow

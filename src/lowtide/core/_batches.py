@@ -1,4 +1,4 @@
-"""Batches: their conversion to arrays that JAX accepts, and their split into weighted microbatches.
+"""Convert batches to arrays that JAX accepts, and split them into weighted microbatches.
 
 For a loss that is a mean over tokens, the weighted mean over microbatches equals the full batch's loss, however
 unevenly the tokens are distributed. All code that processes a batch in parts (`accumulate`, layerwise steps, pipelines)
@@ -25,10 +25,10 @@ _NON_NUMERIC_KINDS = "OSUMm"
 
 
 def as_arguments(batch: Tree) -> Tree:
-    """Convert the leaves of a batch to JAX arrays, or on a CPU copy NumPy arrays that need no conversion.
+    """Convert the leaves of a batch to JAX arrays. On a CPU, NumPy arrays that need no conversion are only copied.
 
-    On a CPU a step shares the buffers of NumPy arrays, and the user may refill them while it runs. A copy costs the
-    host less than a conversion to a JAX array. Raises `DataError` as `as_numpy` and `refuse_objects` do.
+    On a CPU JAX shares the buffers of NumPy arrays with a step, and the user may refill them while the step runs. A
+    copy takes less time than a conversion to a JAX array. Raises `DataError` as `as_numpy` and `refuse_objects` do.
     """
     is_cpu = jax.default_backend() == "cpu"
 
@@ -62,10 +62,10 @@ def check_range(leaf: Any) -> Any:
 
 
 def as_numpy(leaf: Any) -> Any:
-    """Convert a leaf of another library, such as a PyTorch tensor in host memory, to NumPy; return others unchanged.
+    """Convert a leaf of another library, such as a PyTorch CPU tensor, to NumPy; return other leaves unchanged.
 
     Raises:
-        DataError: for a leaf that cannot be converted: on another device, in an autograd graph, or of bfloat16.
+        DataError: for a leaf that cannot be converted, such as a tensor on a GPU, in an autograd graph, or of bfloat16.
     """
     if not hasattr(leaf, "__array__") or isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         return leaf
@@ -86,7 +86,7 @@ def numbers(batch: Tree) -> Tree:
 
 
 def argument_shapes(batch: Tree) -> Tree:
-    """Return the batch with a `jax.ShapeDtypeStruct` for each leaf that is no JAX array; raise as `numbers` does."""
+    """Replace each leaf that is not a JAX array by its `jax.ShapeDtypeStruct`; raise as `numbers` does."""
     array_types = (jax.Array, jax.ShapeDtypeStruct)
     return jax.tree.map(lambda x: x if isinstance(x, array_types) else jax.eval_shape(jnp.asarray, x), numbers(batch))
 
@@ -120,12 +120,12 @@ def accumulate(
     has_aux: bool = False,
     has_carry: bool = False,
 ) -> Callable[..., tuple[Any, Tree]]:
-    """Run a gradient function over microbatches and add the gradients into one accumulator in place.
+    """Make a gradient function that runs over microbatches and averages their gradients in one accumulator.
 
     Args:
         grad_fn: a function ``(model, batch, *args) -> (loss, grads)`` such as `value_and_grad` returns; with
             `has_aux`, ``((loss, aux), grads)``.
-        num_microbatches: into how many equal parts the leading axis of every batch leaf is split.
+        num_microbatches: number of equal parts into which the leading axis of every batch leaf is split.
         weight: a function of a microbatch that returns its weight, for instance its number of target tokens. The
             result is then the weighted mean. A microbatch of weight 0 contributes nothing. By default all microbatches
             have the same weight. A single microbatch needs no weight, so the function is not called then.

@@ -1,4 +1,4 @@
-"""Declarative checks of single arguments, for the boundary of every package.
+"""Checks of single arguments, for the public functions of every package.
 
 Each check says what an argument must be, and raises one error that names the argument, the requirement and the value.
 """
@@ -50,7 +50,7 @@ def check_number(
     hint: str | None = None,
     error: type[LowtideError] = ConfigError,
 ) -> None:
-    """Raise `error` unless an argument is a finite number in a range; booleans and arrays do not count as numbers."""
+    """Raise `error` unless an argument is a finite number within all given limits, and not a boolean or an array."""
     number = math.nan
     if not isinstance(value, bool) and isinstance(value, Real):
         with contextlib.suppress(OverflowError):  # an integer above the range of floating-point numbers

@@ -1,26 +1,26 @@
 """The only module that uses JAX outside of its public, stable interface.
 
-Each use was checked on the versions of its row. Where versions differ, a comment or docstring at the use says how.
+Each use was checked on the JAX versions of the columns. If versions differ, a comment or docstring there says how.
 
-| use | 0.10.2 | 0.11.2 | 0.12.0.1 | replaced by |
+| use | 0.10.2 | 0.11.2 | 0.12.0.1 | could be replaced by |
 |---|---|---|---|---|
-| `debug_info.arg_names` of a traced jaxpr | yes | yes | yes | a public list of the arguments that `jit` kept |
-| `_jit_info` of a jitted function | yes | yes | yes | a public list of its donated arguments |
-| `jax.stages.Lowered._lowering.compile_args` | yes | yes | yes | the same |
+| `debug_info.arg_names` of a traced jaxpr | yes | yes | yes | public names of a traced function's argument leaves |
+| `_jit_info` of a jitted function | yes | yes | yes | a public list of its donated and static arguments |
+| `jax.stages.Lowered._lowering.compile_args` | yes | yes | yes | a public list of the arguments that `jit` kept |
 | `jax.stages.Compiled._executable._xla_in_layouts` | yes | not needed | not needed | JAX 0.11 |
-| `jax._src.config.remat3` | yes | yes | yes | its primitives in `jax.extend` |
+| `jax._src.config.remat3` | yes | yes | yes | public primitives of remat3 in `jax.extend` |
 | `jax._src.compiler.compile_or_get_cached` | yes | yes | yes | a public event with the program that is compiled |
 | `jax._src.compilation_cache.is_cache_used` | yes | yes | yes | a public way to compile once without the cache |
-| `jax.experimental.topologies.get_topology_desc` | yes | yes | yes | a stable home for ahead-of-time topologies |
-| `jax.experimental.layout.with_layout_constraint` | yes | yes | yes | a stable home for layouts |
-| `jax._src.lib.cuda_versions.cudnn_get_version` | yes | yes | yes | a public way to ask for cuDNN |
-| `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without runtime-only libraries |
+| `jax.experimental.topologies.get_topology_desc` | yes | yes | yes | a stable module for ahead-of-time topologies |
+| `jax.experimental.layout.with_layout_constraint` | yes | yes | yes | a stable module for layouts |
+| `jax._src.lib.cuda_versions.cudnn_get_version` | yes | yes | yes | a public query for cuDNN |
+| `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies that do not need cuDNN |
 | `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
-| `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public query for what is being traced |
-| `jax.interpreters.ad`, `.batching`, `.mlir` | yes | yes | yes | a public way to make operations |
-| `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without runtime-only libraries |
-| splash attention of `jax.experimental.pallas.ops.tpu`, `_splash_*` | yes | yes | yes | a public kernel with its sums |
-| `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | Mosaic GPU kernels; else two passes |
+| `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public query for traced branches |
+| `jax.interpreters.ad`, `.batching`, `.mlir` | yes | yes | yes | a public way to define primitives |
+| `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies that do not need cuDNN |
+| `jax.experimental.pallas.ops.tpu.splash_attention`, `_splash_*` | yes | yes | yes | a kernel with log-sum-exps |
+| `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | Mosaic GPU kernels |
 | `module_context.axis_context` of a lowering | yes | yes | yes | a public way to lower by the number of devices |
 """
 
@@ -46,10 +46,10 @@ from ._errors import ConfigError, StructureError
 
 
 def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = None) -> list[Any]:
-    """Return devices of a TPU topology for ahead-of-time compilation; they need not be present.
+    """Return devices of a TPU topology for ahead-of-time compilation; no TPU needs to be present.
 
-    `topology_name` is ``name:AxB[xC]``, such as ``v5e:2x2``. `chip_config_name` says how the cores of a chip appear,
-    where libtpu's default differs from a real machine: ``megacore`` makes the two cores of a v4 chip one device.
+    `topology_name` is ``name:AxB[xC]``, such as ``v5e:2x2``. `chip_config_name` is needed if libtpu's default differs
+    from a real machine. For example, ``megacore`` makes the two cores of a v4 chip one device.
     """
     from jax.experimental import topologies
 
@@ -63,7 +63,7 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
 
 
 def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, devices: int) -> list[Any]:
-    """Return devices of NVIDIA GPUs for ahead-of-time compilation; they need not be present.
+    """Return devices of NVIDIA GPUs for ahead-of-time compilation; no GPU needs to be present.
 
     `target_config` is a `GpuTargetConfigProto` in text form. There are `partitions` groups of `hosts` machines with
     `devices` GPUs each; NVLink connects the GPUs of a group. The devices have no memories
@@ -95,7 +95,7 @@ def _describe_or_register(describe: Callable[[], list[Any]]) -> list[Any]:
     try:
         return describe()
     except NotImplementedError:
-        # JAX searched for plugins earlier, when this one failed its check: register it now.
+        # JAX searched for plugins earlier, and the CUDA plugin failed its check then. So register it now.
         names = [name for name in ("xla_cuda13", "xla_cuda12") if importlib.util.find_spec(f"jax_plugins.{name}")]
         if not names:
             raise
@@ -130,7 +130,7 @@ def laid_out(x: Any, order: tuple[int, ...]) -> Any:
 
 
 def laid_out_on_tpus(x: Any, order: tuple[int, ...]) -> Any:
-    """Apply `laid_out` in programs for TPUs only: elsewhere XLA would gather all shards of the array for it."""
+    """Apply `laid_out` only in programs for TPUs: on other platforms XLA would first gather all shards of `x`."""
     return _on_tpus().bind(x, order=order)
 
 
@@ -182,8 +182,8 @@ def bilinear(
 ) -> Any:
     """Make a primitive of two arrays that is linear in each, with custom transposes.
 
-    ``transpose_first(cotangent, first, second)`` returns the first operand's cotangent, given the second;
-    `transpose_second` returns that of the second. `jax.vmap` of the primitive is `jax.vmap` of `fn`.
+    ``transpose_first(cotangent, first, second)`` returns the cotangent of `first`, which is only a placeholder there.
+    `transpose_second` returns that of `second`. `jax.vmap` of the primitive is `jax.vmap` of `fn`.
     """
     primitive: Any = Primitive(name)
     primitive.def_impl(jax.jit(fn))
@@ -198,9 +198,9 @@ def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: A
     """Compute with `alone` in a program for one TPU, and with `among` in all other programs.
 
     `alone` is also used inside of a `jax.shard_map` over all axes. XLA does not partition Mosaic kernels, and a
-    program's number of devices is known only when it is lowered. So the lowering of this primitive selects one of
-    the two jaxprs. Derivatives are those of `among`. If `needed` is not empty, a program that would compute with
-    `among` raises a `ConfigError` with this message.
+    program's number of devices is known only when it is lowered. So this function binds a primitive, whose lowering
+    selects one of two jaxprs. Derivatives are those of `among`. If `needed` is not empty, the lowering raises a
+    `ConfigError` with this message instead of selecting `among`.
     """
     leaves, tree = jax.tree.flatten(args)
     jaxprs = [jax.make_jaxpr(lambda *flat, fn=fn: fn(*tree.unflatten(flat)))(*leaves) for fn in (alone, among)]
@@ -244,7 +244,7 @@ def _on_one_device() -> Any:
 
 
 def _is_for_one_device(axis_context: Any) -> bool:
-    """Return whether code is lowered for one device: a program for one, or the inside of a full `jax.shard_map`."""
+    """Return whether code is lowered for one device: a one-device program, or a `jax.shard_map` over all mesh axes."""
     num_devices = getattr(axis_context, "num_devices", None)
     if num_devices is not None:
         return num_devices == 1
@@ -271,8 +271,9 @@ def splash_forward(
     """Compute attention with JAX's splash attention kernel.
 
     Shapes: N query heads, K key/value heads, T queries, S keys, H head. Queries are already multiplied by their scale.
-    `segments` are those of queries [T] and of keys [S]. A `window` counts the query's own key. `block` divides T and S.
-    With `interpret` XLA operations emulate the kernel. Returns the output, and the log-sum-exp of each row [N, T].
+    `segments` are the segment ids of queries [T] and of keys [S]. `window` is the number of keys that a query sees, its
+    own included. `block` is the number of queries and of keys in a block, and divides T and S. With `interpret`, XLA
+    operations emulate the kernel. Returns the output [N, T, H], and the log-sum-exp of each row of scores [N, T].
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
@@ -308,11 +309,11 @@ def splash_backward(
     is_fused: bool,
     interpret: bool,
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of queries, keys and values by the same kernel, with arguments as for `splash_forward`.
+    """Compute the gradients of queries, keys and values with JAX's splash attention kernels.
 
-    `arrays_NTH` are the queries, the cotangent of the output, the logarithms of sums, and each row's sum of output
-    times cotangent, [N, T]. With `is_fused` one kernel computes all three gradients, with one partial gradient of the
-    queries per block of keys.
+    `arrays_NTH` are the queries, the cotangent of the output, the log-sum-exps [N, T], and each row's sum of output
+    times cotangent [N, T]. `keys_KSH` are keys and values. With `is_fused` one kernel computes all three gradients. It
+    needs one partial gradient of the queries for each block of keys. Other arguments are those of `splash_forward`.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
@@ -320,7 +321,7 @@ def splash_backward(
     tables, by_keys, mask_function = _splash_tables(q_NTH.shape[1], k_KSH.shape[1], causal, window, block, is_fused)
     ids = None if segments is None else kernel.SegmentIds(*segments)
     sizes = _splash_blocks(block, is_fused)
-    # The logarithms of sums contain the sinks already; only the gradient of the sinks would need them here.
+    # The log-sum-exps already include the sinks, so these gradients do not need them.
     arrays = (q_NTH, k_KSH, v_KSH, ids, None, lse_NT, dout_NTH, delta_NT)
     options: dict[str, Any] = {
         "is_mqa": False,
@@ -348,7 +349,7 @@ def _splash_blocks(block: int, is_fused: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
     dq_block = None if is_fused else block
-    columns = min(block, 512)  # score columns that one step holds: the only memory that grows with a block
+    columns = min(block, 512)  # score columns that a step holds: no other memory grows with `block`
     return kernel.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -366,9 +367,9 @@ def _splash_blocks(block: int, is_fused: bool) -> Any:
 def _splash_tables(
     num_queries: int, num_keys: int, causal: bool, window: int | None, block: int, is_fused: bool
 ) -> tuple[Any, Any, Any]:
-    """Return the kernel's block tables by queries and by keys, as NumPy arrays, and its mask function.
+    """Return the kernel's block tables, by queries and by keys, and its mask function.
 
-    JAX's own constructors would make them traced arrays, and evaluate every element of every block.
+    The tables are NumPy arrays. JAX's constructors would make traced arrays, and evaluate the mask at every element.
     """
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -412,7 +413,7 @@ def has_cudnn() -> bool:
 
 
 class _Patch:
-    """A replaced function of a JAX module, restored when the last user exits, in whichever order threads exit."""
+    """Mutable context manager that replaces a function of a JAX module until the last user, of any thread, exits."""
 
     def __init__(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._name, self._make = name, make
@@ -440,7 +441,7 @@ _cache_patch = _Patch("is_cache_used", lambda original: lambda backend: False)
 
 
 def without_compilation_cache() -> contextlib.AbstractContextManager[None]:
-    """Bypass JAX's persistent compilation cache, since a cached program would dump nothing."""
+    """Bypass JAX's persistent compilation cache in a ``with`` block: XLA does not dump a program from the cache."""
     from jax._src import compilation_cache
 
     return _cache_patch(compilation_cache)
@@ -449,7 +450,7 @@ def without_compilation_cache() -> contextlib.AbstractContextManager[None]:
 def inside_branch() -> bool:
     """Return whether a branch of `jax.lax.cond` or `jax.lax.switch` is being traced."""
     frame = inspect.currentframe()
-    # JAX keeps no public record of this, but it traces branches from functions of this module.
+    # JAX has no public query for this, but functions of its module `conditionals` trace the branches.
     while frame is not None:
         if frame.f_globals.get("__name__") == "jax._src.lax.control_flow.conditionals":
             return True
@@ -462,17 +463,18 @@ _TRANSFORMATIONS = {"BatchTracer": "jax.vmap", "JVPTracer": "differentiation", "
 
 def has_pallas_triton() -> bool:
     """Return whether this JAX has Pallas' Triton backend."""
-    with contextlib.suppress(ModuleNotFoundError):  # find_spec imports the parent packages, which may be removed first
+    with contextlib.suppress(ModuleNotFoundError):  # find_spec imports the parent packages, which JAX may remove, too
         return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
     return False
 
 
 def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: Any, interpret: bool) -> Any:
-    """Build a function of the arguments that calls a Triton kernel on blocks of rows.
+    """Build a function that calls a Triton kernel on blocks of rows of its arguments.
 
-    `kernel` gets references to blocks, first of the arguments, then of the results. `shapes` is a list for each of the
-    two, of [number of rows, numbers per row] or scalars. `rows` per block divide the number of rows; with blocks of
-    2,048 numbers each of the 128 threads gets 16. `aliases` maps an argument to the result that overwrites it.
+    `kernel` gets references to one block of each argument, then of each result. `shapes` holds two lists of shapes and
+    dtypes: of the arguments, and of the results. The shapes are [number of rows, numbers per row], or [] for scalars.
+    `rows` is the number of rows of a block, and must divide the number of rows. A block of 2,048 numbers gives each of
+    the 128 threads 16 numbers. `aliases` maps the index of an argument to that of the result that overwrites it.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -512,7 +514,7 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
     """
     try:
         compile_args = lowered._lowering.compile_args
-        # Constants that JAX hoisted come first.
+        # Constants that JAX turned into arguments come first.
         num_constants = len(compile_args["all_args_info"].in_avals) - num_leaves
         indices = sorted(index - num_constants for index in compile_args["kept_var_idx"])
     except (AttributeError, KeyError, TypeError):
@@ -585,7 +587,7 @@ def watch_compilations() -> Generator[list[Compilation]]:
         try:
             yield compilations
         finally:
-            # By identity: nested watchers may hold equal lists.
+            # Compare by identity: nested watchers may hold equal lists.
             _watchers[:] = [watcher for watcher in _watchers if watcher is not compilations]
 
 
@@ -618,9 +620,9 @@ _compiler_patch = _Patch("compile_or_get_cached", _wrap_compiler)
 
 
 def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
-    """Send a text to all processes of `jax.distributed`, and return the texts of all of them, in order.
+    """Send a text to all processes of `jax.distributed`, and return the texts of all processes, by process index.
 
-    All processes use the same `topic`, once. The text of a process that does not arrive in time is None.
+    All processes pass the same `topic`, and only once. A text is None if it does not arrive in time.
     """
     from jax._src import distributed
 

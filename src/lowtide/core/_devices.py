@@ -1,4 +1,4 @@
-"""The device that a program is traced for: its kind, the tiles of TPUs, and slices of host memory on GPUs."""
+"""Properties of the device that a program is traced for: the tiles of TPUs, and slices of host memory on GPUs."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def traced_device() -> Any:
 # --- Tiles of TPUs ----------------------------------------------------------------------------------------------------
 #
 # Two axes of an array are stored in tiles of 8 x 128 elements. XLA picks the two axes with the smallest padding. These
-# rules describe its layouts of arguments, on the device and on the host, in programs for a v5e:
+# rules describe how XLA stores arguments, on the device and on the host, in programs for a v5e:
 #
 # - Narrow elements of a column share a word of 32 bits: two bfloat16, four int8, eight int4. A tile still has 8 rows.
-# - Arrays of fewer than five rows have tiles of the next power of two, and at least of as many rows as share a word.
-# - int8 arrays whose rows are a multiple of 32 have tiles of 32 rows (int4: 64), which adds no padding.
+# - Arrays of fewer than five rows have tiles of the next power of two rows, but at least of the rows that share a word.
+# - int8 arrays whose number of rows is a multiple of 32 have tiles of 32 rows (int4: 64), which adds no padding.
 # - Arrays of one axis have tiles of 1024 elements.
 
 
 def tile_axes(shape: Sequence[int], dtype: Any) -> tuple[int, int]:
     """Return the axes of the rows and of the columns of a TPU's tiles, for an array with at least two axes.
 
-    They are the pair with the smallest padding, and the last of equal pairs.
+    They are the pair with the smallest padding; of several such pairs, the last one.
     """
     axes = range(len(shape))
     pairs = ((rows, columns) for rows in axes for columns in axes if rows != columns)
@@ -63,15 +63,15 @@ def is_row_major(shape: Sequence[int], dtype: Any) -> bool:
 
 
 def most_tile_rows(dtype: Any) -> int:
-    """Return an upper limit of the rows of a tile."""
+    """Return the most rows that a tile of a dtype can have."""
     return _SUBLANES * _packing(dtype)
 
 
 def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
-    """Return whether an argument has tiles of more than 8 rows, whereas a slice of it on the host has tiles of 8.
+    """Return whether a TPU stores an argument in tiles of more than 8 rows; False if `LOW_TILES` is set.
 
-    XLA does not slice such an array in host memory. It copies the whole array to the device, changes its layout there,
-    and copies it back (libtpu 0.0.51).
+    A slice on the host has tiles of 8 rows, so XLA does not slice such an argument there. It copies the whole array to
+    the device, changes its layout, and copies it back (libtpu 0.0.51).
     """
     return (
         len(shape) > 1
@@ -85,9 +85,9 @@ def choose_low_tiles() -> None:
     """Make libtpu give arguments tiles of at most 8 rows, unless the environment already sets the flag.
 
     The call has an effect only before JAX starts a TPU. It does nothing if the installed libtpu lacks the flag, because
-    an unknown flag ends the process (0.0.42 lacks it, 0.0.45 and later have it). 8-bit matrices on the device then
-    change their layout where they are multiplied, which takes memory (compiled). So this is for programs that keep such
-    matrices on the host.
+    an unknown flag ends the process (0.0.42 lacks it, 0.0.45 and later have it). With low tiles, a product copies its
+    8-bit matrices on the device to another layout, as compiled programs show. So call this only in programs that keep
+    such matrices on the host.
     """
     flags = os.environ.get(_VARIABLE, "")
     if _TALL_TILES not in flags and _libtpu_has_flag(_TALL_TILES):
@@ -106,9 +106,9 @@ def _libtpu_has_flag(flag: str) -> bool:
 
 
 def slice_step(ndim: int, axis: int) -> int:
-    """Return a step: slices of a row-major array along an axis are whole tiles if their bounds are its multiples.
+    """Return the alignment, in elements along an axis, at which slices of a row-major array consist of whole tiles.
 
-    The axis must not be the last of several.
+    The axis must not be the last one, unless it is the only one.
     """
     return {1: _FLAT_TILE, 2: _SUBLANES}.get(ndim - axis, 1)
 
@@ -157,7 +157,7 @@ def check_host_slices() -> None:
 
 
 def _local_gpu() -> Any | None:
-    """Return a GPU of this process if the program is traced for GPUs that are present."""
+    """Return a GPU of this process if the program is traced for GPUs that are present, else None."""
     device = traced_device()
     return jax.local_devices()[0] if device.platform == "gpu" and device in jax.devices() else None
 
@@ -177,7 +177,7 @@ def _check_gpu(device: Any) -> None:
 
 
 def _gradients(device: Any, is_offloaded: bool) -> np.ndarray:
-    """Differentiate a scan whose steps all differ, so that a residual of another step changes the gradient."""
+    """Differentiate a scan whose steps all differ, so that reading the residual of a wrong step changes the result."""
     weights = np.linspace(0.5, 1.5, _NUM_STEPS * _WIDTH, dtype=np.float32).reshape(_NUM_STEPS, 1, _WIDTH)
     x = np.linspace(-1.0, 1.0, 8 * _WIDTH, dtype=np.float32).reshape(8, _WIDTH)
     fn = jax.jit(jax.grad(functools.partial(_loss, is_offloaded=is_offloaded)))

@@ -91,10 +91,10 @@ class ReportError(LowtideError, ValueError):
 
 
 class OutOfMemoryError(LowtideError, MemoryError):
-    """A program that needs more memory than its device has, with the owners of its bytes.
+    """A program that needs more memory than its device has, or than a budget allows.
 
-    `report` is its `lowtide.memory.MemoryReport`, and `remedies` are changes that would make it smaller. The original
-    exception is the `__cause__`.
+    `report` is the program's `lowtide.memory.MemoryReport`, if there is one. `remedies` are changes that would make the
+    program smaller. If the device or the compiler raised an exception, it is the `__cause__`.
     """
 
     code = "LT010"
@@ -127,4 +127,4 @@ class ScheduleError(LowtideError, ValueError):
 
 
 class PlacementWarning(UserWarning):
-    """A placement in another form than requested, at a cost in bytes or time."""
+    """A placement that differs from the request, and costs memory or time."""

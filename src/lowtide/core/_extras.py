@@ -1,4 +1,4 @@
-"""Optional dependencies: one clear error, with the command that installs them."""
+"""Check optional dependencies; the error for a missing one has the command that installs it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _MODULES = {
     "train": ("grain", "orbax.checkpoint", "tensorstore"),
     "finetune": ("jinja2", "pydantic", "regex", "safetensors", "tokenizers", "tomli_w"),
 }
-"""Modules of the extras of `pyproject.toml` that packages of Lowtide need as a whole."""
+"""Modules to check for each extra of `pyproject.toml` without which whole packages of Lowtide cannot be imported."""
 
 
 @functools.cache
 def require_extra(extra: str) -> None:
     """Raise `ConfigError`, with the command that installs the extra, if one of its modules is missing.
 
-    Packages call it before they import one of these modules. A check that passed is not repeated in a process.
+    Packages call this before they import such a module. A check that passed is not repeated in a process.
     """
     missing = [module for module in _MODULES[extra] if not _is_installed(module)]
     if missing:
@@ -33,4 +33,4 @@ def _is_installed(module: str) -> bool:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # the parent package is missing
         return False
-    return spec is not None and spec.origin is not None  # a folder of that name has no origin
+    return spec is not None and spec.origin is not None  # a mere folder of that name has no origin

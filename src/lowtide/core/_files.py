@@ -1,16 +1,16 @@
-"""Files: untrusted input is read within limits, and output exists either completely or not at all; no JAX is needed.
+"""Read untrusted files within limits, and write files either completely or not at all; this needs no JAX.
 
-Loading a model opens files that strangers wrote. The steps are the same for all of them, and sizes that a file states
-allocate nothing before the last step:
+Loading a model opens files that strangers wrote. All files are read in the same steps. No memory is allocated by a size
+that a file states before the last step:
 
-1. `input_file`: a regular file inside of its folder. A link may lead to a file of the same folder. In a snapshot of a
-   Hugging Face cache (``<repository>/snapshots/<revision>``) it may also lead to the blobs of the same repository
-   (``<repository>/blobs``). Any other link is refused, so a model that was unpacked from an archive consists only
-   of files of the archive. The folder itself may be reached through links, since the user chose it.
-2. `read_input`: at most a given number of bytes.
-3. `parse_json`: standard JSON without duplicate names, without non-finite numbers, and with at most `MAX_DEPTH` levels;
-   `parse_json_value` also accepts values other than objects.
-4. `validate`: types and ranges of a pydantic model, strictly: text does not count as a number or a boolean.
+1. `input_file` accepts only a regular file inside of its folder. A link may lead to a file of the same folder. In a
+   snapshot of a Hugging Face cache (``<repository>/snapshots/<revision>``) a link may also lead to the blobs of the
+   same repository (``<repository>/blobs``). Any other link is refused, so a model that was unpacked from an archive
+   consists only of files of the archive. The folder itself may be reached through links, since the user chose it.
+2. `read_input` reads at most a given number of bytes.
+3. `parse_json` accepts objects in standard JSON without duplicate names, without non-finite numbers, and with at most
+   `MAX_DEPTH` levels. `parse_json_value` also accepts values other than objects.
+4. `validate` checks types and ranges with a pydantic model. Text does not count as a number or a boolean.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
         The path as the user named it: links are not resolved, since messages show it.
 
     Raises:
-        ModelFileError: when the name leads to another folder; when no file has it, or access fails; for a link out of
-            the folder (see above); and for a file that is not regular (reading a pipe or a device would never end).
+        ModelFileError: when the name leads to another folder, the file is missing, or access fails. Also for a link out
+            of the folder (except to blobs of a Hugging Face cache), a folder, and a pipe or device, which has no end.
     """
     path = Path(folder) / name
     if not name or name in (".", "..") or "\0" in name or Path(name).name != name or "\\" in name:
@@ -91,7 +91,7 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
 
 
 def read_input(path: Path, *, most_bytes: int) -> bytes:
-    """Read the content of a file that `input_file` found.
+    """Read the content of a file whose path `input_file` returned.
 
     Raises:
         ModelFileError: when the file cannot be read or has more than `most_bytes`; a larger file is not read.
@@ -111,13 +111,13 @@ def read_input(path: Path, *, most_bytes: int) -> bytes:
 
 
 def parse_json_value(content: bytes, file_name: str, *, allow_nan: bool = False) -> Any:
-    """Parse a JSON value of any type strictly: what the JSON standard leaves undefined is refused.
+    """Parse a JSON value of any type; refuse content whose meaning the JSON standard leaves open.
 
     With `allow_nan`, numbers may be NaN or infinite, as Python writes them.
 
     Raises:
-        ModelFileError: when the content is not JSON, repeats a name in one object, or has half a surrogate pair, more
-            than `MAX_DEPTH` levels, an integer of over `MAX_DIGITS` or, without `allow_nan`, a non-finite number.
+        ModelFileError: when the content is not JSON, repeats a name in one object, or has an unpaired surrogate. Also
+            beyond `MAX_DEPTH` levels or `MAX_DIGITS` digits, and for non-finite numbers without `allow_nan`.
     """
     parse_number = float if allow_nan else _parse_number
     try:
@@ -184,7 +184,7 @@ def shown(value: Any) -> str:
 
 
 def shortened(value: Any, most: int = 200) -> str:
-    """Return text for a message, without unpaired surrogates and at most a few lines long."""
+    """Return a value as text for a message, cut after `most` characters, with unpaired surrogates escaped."""
     text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
@@ -192,7 +192,7 @@ def shortened(value: Any, most: int = 200) -> str:
 def gguf_file(path: str | Path) -> Path | None:
     """Return the GGUF file that a model's path refers to, or None for a Hugging Face directory; opens no file.
 
-    The path is that of the file itself, or of a folder that has one and neither `config.json` nor safetensors.
+    `path` is the GGUF file itself, or a folder that has one but neither `config.json` nor safetensors files.
 
     Raises:
         ModelFileError: when the file is missing or not a regular file, and for a folder with several GGUF files.
@@ -253,7 +253,7 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
 
 
 def check_writable(directory: Path, problem: str, hint: str) -> None:
-    """Create a folder and its parents, and raise now, not at the first write, if no file can be created in it.
+    """Create a folder and its parents, and raise if no file can be created in the folder.
 
     Raises:
         OutputError: with the message `problem`.
@@ -267,7 +267,7 @@ def check_writable(directory: Path, problem: str, hint: str) -> None:
 
 
 def _entry_name(raw: Any, location: tuple[int | str, ...]) -> str:
-    """Name an entry. pydantic's locations also hold the tried type of a union, which is skipped."""
+    """Return the name of an entry; skip parts of pydantic's location that are not in `raw`, such as tried types."""
     parts: list[str] = []
     for part in location:
         try:
@@ -301,7 +301,7 @@ def _parse_integer(text: str) -> int:
 
 
 def _check_values(value: Any) -> None:
-    """Walk without recursion, and raise for deep nesting or invalid Unicode, on which later code would fail."""
+    """Walk a value without recursion; raise for deep nesting or invalid Unicode, on which later code would fail."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []

@@ -4,9 +4,9 @@
 weight (JAX issue 23316). Here only the selected leaves are differentiated. The frozen leaves enter the function as
 constants, so they never get a cotangent, a zero array or an accumulator, eagerly or under jit.
 
-The alternative `jax.vjp(...)[1].with_refs(jax.ad.DontWant(), ...)` was measured too (benchmarks/log/). Under jit it
-takes equal bytes. Outside of jit `lax.scan` still computes and stacks the gradient of the frozen weights before it
-drops it. With a `Ref` for the trainable leaves a scan raises or gives wrong gradients.
+The alternative `jax.vjp(...)[1].with_refs(jax.ad.DontWant(), ...)` was measured, too (benchmarks/log/). Under jit it
+needs the same bytes. Outside of jit, `lax.scan` still computes and stacks the gradient of the frozen weights, and then
+drops it. With a `Ref` for the trainable leaves, a scan raises or gives wrong gradients.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def value_and_grad(
 
     Args:
         fn: a function ``fn(model, *args, **kwargs)`` that returns a scalar loss, or ``(loss, aux)`` with `has_aux`.
-        wrt: which leaves of `model` to differentiate: glob patterns on tree paths, or a predicate
-            ``(path, leaf) -> bool``.
+        wrt: which leaves of `model` to differentiate: globs or compiled regular expressions on tree paths, or a
+            predicate ``(path, leaf) -> bool``.
         has_aux: whether `fn` returns auxiliary values in addition to the loss.
 
     Returns:
@@ -42,11 +42,10 @@ def value_and_grad(
     Raises:
         SelectionError: when `wrt` selects nothing, an integer or boolean leaf, a leaf of a quantised weight, or an
             array that the model holds at two paths.
-        StructureError: when `fn` uses a weight that is quantised or has an adapter for more than products.
+        StructureError: when `fn` uses a quantised weight, or a weight with an adapter, for anything but products.
 
     Memory:
-        Gradients take exactly the bytes of the selected leaves. Values equal those of `jax.value_and_grad` at the
-        selected leaves.
+        Gradients take exactly the bytes of the selected leaves. Their values equal those of `jax.value_and_grad`.
 
     Examples:
         >>> model = {"base": jnp.ones((3,)), "lora_a": jnp.ones((3,))}

@@ -1,7 +1,7 @@
-"""Interface between models and what replaces a weight: ``linear(x, weight)``, and ``rows(weight, ids)`` for lookups.
+"""Products ``linear(x, weight)`` and lookups ``rows(weight, ids)``, for arrays and for the nodes that replace them.
 
-Models multiply through these functions. An adapter or a quantised weight is a pytree node in the place of the array,
-with its own product (`LinearWeight`). So models do not depend on adapters, and a factored weight is never materialised.
+Models multiply with these functions. An adapter or a quantised weight is a pytree node in place of an array, with its
+own product (`LinearWeight`). So models do not depend on adapters, and a factored weight is never materialised.
 
 Two special products follow: `transposed_product` has a gradient that is faster on a CPU, and `RunningGradient`
 accumulates the gradient of a weight in place.
@@ -27,14 +27,14 @@ from ._placement import explicit_mesh
 from ._tracing import varying_axes
 
 # The TPU compiler casts small weights, such as adapters, of all layers before a loop over layers, and keeps the copies.
-# If they are rounded to bfloat16 first, which does not change the cast, it casts them one layer at a time. The most
-# elements of one layer's weight for which this is done:
+# Rounding them to bfloat16 first does not change the result of the cast, and the compiler then casts one layer at a
+# time. A weight with more elements per layer than this is not rounded.
 _MAX_ROUNDED_SIZE = 2**21
 
 
 @runtime_checkable
 class LinearWeight(Protocol):
-    """A node in the place of a weight matrix of shape [out, in].
+    """A pytree node in place of a weight matrix of shape [out, in].
 
     A node that also changes the bias has a second method, ``linear_with_bias(x, bias)``.
     """
@@ -47,7 +47,7 @@ class LinearWeight(Protocol):
 def linear(
     x: Float[Array, "*batch in"], weight: Array | LinearWeight, bias: Float[Array, " out"] | None = None
 ) -> Float[Array, "*batch out"]:
-    """Multiply activations by a weight stored as [out, in]: y = x Wᵀ, with a bias y = x Wᵀ + b.
+    """Multiply activations by a weight stored as [out, in]: y = x Wᵀ, or y = x Wᵀ + b with a bias.
 
     Args:
         x: activations, shape [..., in]; their dtype is the compute dtype.
@@ -85,17 +85,17 @@ def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "
 
     Args:
         weight: an array, or a `LinearWeight` that has a method ``rows(ids)``.
-        ids: row indices; an index out of range gives NaN.
+        ids: row indices; negative ones count from the end. An index out of range gives NaN.
         path: path of the module that holds the weight, for messages.
 
     Returns:
         Shape [..., width], in the dtype of the weight.
 
     Raises:
-        StructureError: for a `LinearWeight` that has no such method.
+        StructureError: for a `LinearWeight` without a method ``rows``.
 
     Memory:
-        The rows.
+        Only the result.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -129,10 +129,10 @@ def _is_linear_weight(node: Any) -> bool:
 
 @contextlib.contextmanager
 def products_explained(model: Tree) -> Generator[None]:
-    """Explain, in a ``with`` block, the error of a function that uses a `LinearWeight` for more than products.
+    """Raise a clear error if a ``with`` block uses a `LinearWeight` of the model for anything but a product.
 
     Raises:
-        StructureError: in place of the `TypeError` or `AttributeError` of such a use.
+        StructureError: replaces a `TypeError` or `AttributeError` whose message names the class of such a node.
     """
     try:
         yield
@@ -152,14 +152,18 @@ def products_explained(model: Tree) -> Generator[None]:
 
 
 def transposed_product(x: Array, factor: Array) -> Array:
-    """Compute x Fᵀ, [..., T, rank] and [out, rank] of one dtype to [..., T, out]; its gradient is faster on a CPU.
+    """Compute x Fᵀ with a gradient that is faster on a CPU.
 
-    JAX computes the gradient of a product's second operand as cotangent times first operand, [out, T] by [T, rank]. A
-    CPU copies the first operand of a product if the summed axis is not its last one. Here that is the wide cotangent:
-    with LoRA on small models the copy takes a fifth of a step. In the transposed product it is the narrow operand.
+    Shapes: `x` [..., T, rank], `factor` [out, rank], result [..., T, out]. The operands have the same dtype.
 
-    Limits: policies of `jax.checkpoint` that select products by their primitive (`dots_saveable`) do not recognise this
-    one.
+    For the gradient of `factor`, JAX multiplies the transposed cotangent [out, T] by `x` [T, rank]. XLA for CPUs copies
+    the left operand of a product if the summed axis is not its last axis. The cotangent is the wider array: with LoRA
+    on small models its copy takes a fifth of a step. This function computes the transposed gradient, so the left
+    operand is `x`, the narrower array.
+
+    Limits: policies of `jax.checkpoint` that select products by primitive, such as `dots_saveable`, do not recognise
+    this primitive. The function computes a plain product on other platforms, with `jax_default_matmul_precision`, on a
+    mesh with explicit axes, and for arrays that vary over axes of a `jax.shard_map`.
     """
     config: Any = jax.config
     if traced_device().platform != "cpu" or config.jax_default_matmul_precision is not None:
@@ -175,8 +179,8 @@ def _transposed_product_primitive() -> Any:
         return jax.lax.dot_general(dy, factor, (((dy.ndim - 1,), (0,)), ((), ())))
 
     def transpose_factor(dy: Array, x: Array, factor: Any) -> Array:
-        rows = tuple(range(dy.ndim - 1))
-        return jnp.swapaxes(jax.lax.dot_general(x, dy, ((rows, rows), ((), ()))), 0, 1)
+        batch_axes = tuple(range(dy.ndim - 1))
+        return jnp.swapaxes(jax.lax.dot_general(x, dy, ((batch_axes, batch_axes), ((), ()))), 0, 1)
 
     return bilinear("transposed_product", _product, transpose_x, transpose_factor)
 
@@ -186,10 +190,9 @@ def _transposed_product_primitive() -> Any:
 class RunningGradient:
     """A `LinearWeight` whose cotangent is `total` plus the gradient, so that microbatches accumulate in place.
 
-    ``total + grad`` needs both arrays in memory. For the head of a language model that is twice the size of its largest
-    matrix. A matrix gradient is itself a sum over tokens, so the sum can start from the total instead of from zero. The
-    operations that support it (`linear`, `lowtide.losses.chunked_cross_entropy`) return ``total + grad`` as the
-    weight's cotangent.
+    Otherwise ``total + grad`` needs both arrays in memory: for a language model, twice the size of its head. The
+    gradient of a matrix is itself a sum over tokens, so the sum can start from the total instead of from zero. `linear`
+    and `lowtide.losses.chunked_cross_entropy` support this, and return ``total + grad`` as the weight's cotangent.
 
     Use it at one place of a function only, outside of loops and `jax.vmap`, which would add the total at every step.
 
@@ -207,7 +210,8 @@ class RunningGradient:
     total: Any
     """The gradient so far, of the weight's shape and dtype. It gets no cotangent itself."""
     active: Bool[Array, ""] | None = None
-    """If False, nothing is added, whatever the cotangent: a mean over no tokens is 0/0. None means True."""
+    """If False, the gradient and the cotangent of `x` count as zero, even if they are NaN (a mean over no tokens is
+    0/0). None means True."""
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Compute x Wᵀ, in the dtype of `x`."""
@@ -241,10 +245,10 @@ def _refuse_vmap(axis_size: int, in_batched: Any, total: Array, grad: Array) -> 
 
 
 def if_active(active: Array | None, x: Array) -> Array:
-    """Return an array, or zeros like it where a running gradient is not active; `active` is a flag, or None for True.
+    """Return `x` if `active`, the boolean scalar of a `RunningGradient`, is True or None; otherwise return zeros.
 
     Memory:
-        No memory if the compiler fuses it with the operation that reads it.
+        None if the compiler fuses the selection with the operation that reads the result.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -265,7 +269,7 @@ def _running_forward(x: Array, weight: Array, total: Array, active: Array | None
 
 def _running_backward(residuals: Any, dy: Array) -> tuple[Array, Array, None, None]:
     x, weight, total, active = residuals
-    # Both operands: NaN in either one would reach the total, since 0 * NaN is NaN.
+    # Select both operands: NaN in either one would reach the total, since 0 * NaN is NaN.
     x, dy = if_active(active, x), if_active(active, dy)
     dx = jax.lax.dot_general(dy, weight.astype(dy.dtype), (((dy.ndim - 1,), (0,)), ((), ())))
     batch = tuple(range(x.ndim - 1))

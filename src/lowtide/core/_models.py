@@ -1,9 +1,9 @@
-"""Views of a model: a stack of equal blocks, and protocols for mutable objects and for names in other libraries.
+"""Interfaces of models: a stack of equal blocks, and protocols for mutable models and for names in other libraries.
 
-Streaming, layerwise updates, remat policies, planning and pipelines all work on `LayerStack`: a function before, a
-stack of equal blocks, a function after. Parameters are two trees: `outer` (embedding, final norm, head) and `layers`,
-whose leaves all have a leading axis of length `num_layers`. A tied head needs no special case, because `first` and
-`last` both receive all of `outer`. The last section of this file recomputes layers in groups (`layers_per_remat`).
+Streaming, layerwise updates, remat policies, planning and pipelines all work on `LayerStack`. It has three functions:
+`first` makes the activations, `block` is one layer, and `last` computes the loss. Parameters are two trees: `outer`
+(embedding, final norm, head) and `layers`, whose leaves all have a leading axis of length `num_layers`. A tied head
+needs no special case: `first` and `last` both receive all of `outer`. The last section recomputes layers in groups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Last = Callable[[Tree, Any, Tree], tuple[Any, Tree]]
 Leaves = list[Any]
 Move = Callable[[Leaves], Leaves]
 Moves = tuple[Move, Move]
-STAYS: Moves = (lambda leaves: leaves, lambda leaves: leaves)
+NO_MOVES: Moves = (lambda leaves: leaves, lambda leaves: leaves)
 
 
 class StackShapes(NamedTuple):
@@ -48,7 +48,7 @@ class StackShapes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """A model as three pure functions over `outer` and `layers` parameters.
+    """A model as three pure functions of a batch, the stacked `layers` parameters, and all other parameters, `outer`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -90,9 +90,10 @@ class LayerStack:
             batch: any tree that the three functions read.
             remat: False keeps every block's residuals; True recomputes each block in the backward pass; a policy of
                 `jax.checkpoint_policies` recomputes what it does not save.
-            layers_per_remat: with ``remat=True``, the largest number of consecutive blocks (a group) that save one
-                activation. The backward pass recomputes the others, one group at a time. All blocks but the last of a
-                group run forward once more than with 1, effects included. Above 1, `jax.jvp` raises.
+            layers_per_remat: largest number of consecutive blocks in a group; values above 1 need ``remat=True``. The
+                forward pass keeps only the input of each group. The backward pass recomputes the inputs of the other
+                blocks, one group at a time. Each block except the last of its group runs forward three times instead of
+                twice, effects included. With groups, `jax.jvp` raises.
 
         Returns:
             The activations, of the shape that `first` and `block` return.
@@ -100,14 +101,14 @@ class LayerStack:
         Raises:
             StructureError: for layers that do not stack, or a block whose result differs in structure, shape or dtype
                 from its input.
-            ConfigError: for a `remat` that is neither a bool nor a policy; for a `layers_per_remat` outside of 1 to
-                `num_layers`; and for one above 1 if `remat` is not True.
+            ConfigError: for a `remat` that is neither a bool nor a policy. For a `layers_per_remat` outside of 1 to
+                `num_layers`, or above 1 without ``remat=True``.
 
         Memory:
-            With ``remat=True``, one activation per layer plus one block's residuals. With groups,
-            ``num_layers / layers_per_remat + layers_per_remat`` activations; about the square root of `num_layers`
-            needs the fewest. A TPU may keep float32 inputs of single layers in bfloat16 if only dots read them, but not
-            inputs of groups.
+            With ``remat=True``, one activation per layer plus the residuals of one block. With groups, about
+            ``num_layers / layers_per_remat + layers_per_remat`` activations plus these residuals. This is smallest if
+            `layers_per_remat` is about the square root of `num_layers`. On a TPU, XLA may store the float32 inputs of
+            single layers as bfloat16 if only dots read them. It does not do so for the inputs of groups.
         """
         if not (isinstance(remat, bool | np.bool_) or callable(remat)):
             problem = f"remat must be True, False or a policy of jax.checkpoint_policies, not {shown(remat)}"
@@ -171,9 +172,9 @@ class LayerStack:
 
 
 def hidden_in_groups(
-    stack: LayerStack, outer: Tree, layers: Tree, batch: Tree, layers_per_remat: int, moves: Moves = STAYS
+    stack: LayerStack, outer: Tree, layers: Tree, batch: Tree, layers_per_remat: int, moves: Moves = NO_MOVES
 ) -> Any:
-    """Run `LayerStack.hidden` with `layers_per_remat`; group inputs may be stored elsewhere, such as on the host.
+    """Run `LayerStack.hidden` with recomputation in groups, whose inputs may be kept elsewhere, such as on the host.
 
     `moves` are two functions of a list of arrays. The first moves a group's input to where it is kept, the second moves
     it back. The other arguments are those of `LayerStack.hidden`.
@@ -186,9 +187,9 @@ def hidden_in_groups(
     constrain, block = activation_constraint(), recomputed(stack.block)
 
     def body(h: Any, layer: Tree) -> Any:
-        return constrain(block(layer, h, batch))
+        return constrain(block(on_device(layer), h, batch))
 
-    h = constrain(stack.first(outer, batch))
+    h = constrain(stack.first(on_device(outer), batch))
     with _explain_mismatch(stack.block, h, layers, batch):
         return _scan_in_groups(body, h, layers, layers_per_remat, moves)
 
@@ -261,7 +262,7 @@ _is_recomputed: contextvars.ContextVar[bool] = contextvars.ContextVar("is_recomp
 def recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a block so that `is_recomputed` returns True while the block is traced.
 
-    The caller has to recompute it, as `jax.checkpoint` does.
+    The caller must recompute the block, for instance with `jax.checkpoint`.
     """
 
     @functools.wraps(block)
@@ -286,7 +287,7 @@ def model_part(path: str) -> str | None:
 
 
 def is_stacked(path: str, leaf: Any, num_rows: int) -> bool:
-    """Return whether a leaf of a model, or of a tree that mirrors it, has one row for each of `num_rows` layers."""
+    """Return whether a leaf of a model, or of a tree that mirrors it, stacks `num_rows` layers along its first axis."""
     return model_part(path) == "layers" and leaf.shape[:1] == (num_rows,)
 
 
@@ -320,9 +321,9 @@ def _describe_length(leaf: Any) -> str:
 
 # --- Protocols --------------------------------------------------------------------------------------------------------
 #
-# A pytree consists of its arrays. A mutable object (a Flax NNX module, a Keras model) holds them. It lends the arrays
-# that a step changes to the trainer and keeps placeholders in their place. So the device never holds a second copy. The
-# bridges in `lowtide.ext` implement this protocol, `ModelObject`. Frozen arrays stay in the object.
+# A mutable model (a Flax NNX module, a Keras model) refers to its arrays. While steps run, a trainer borrows the arrays
+# that steps change, and the model holds placeholders. So the device never holds a second copy. Frozen arrays stay in
+# the model. Bridges in `lowtide.ext` implement this protocol, `ModelObject`.
 #
 # A model that reads and writes another library's format implements `ExternalNames`. Adapters then store their tensors
 # under the names that this library expects, without depending on the model.
@@ -330,15 +331,16 @@ def _describe_length(leaf: Any) -> str:
 
 @runtime_checkable
 class ModelObject(Protocol):
-    """A mutable model that lends its arrays.
+    """A mutable model whose arrays a trainer borrows while steps run.
 
     Optional members:
 
-    - ``call(model, batch)``: what `Trainer.predict` computes by default.
-    - ``replace(model)``: lets `Trainer.update` continue with another model if the user's object cannot be changed.
-    - ``constrained(trainable)``: applied at the end of every update, for constraints of weights.
-    - For `compute_dtype` one of two: ``lowered(model, dtype)`` prepares the model that a function gets;
-      ``autocast(dtype)`` is a context in which the model is traced without any other cast.
+    - ``call(model, batch)``: the default function of `Trainer.predict`.
+    - ``replace(model)``: continues with another model, for immutable objects. `Trainer.update` needs it.
+    - ``constrained(trainable)``: returns the trainable leaves with weight constraints applied, after every update.
+    - ``lowered(model, dtype)``: returns the model prepared to compute in `dtype`. It is used with `compute_dtype`.
+    - ``autocast(dtype)``: alternative to ``lowered``, a context manager for tracing the model. The trainer then casts
+      no arrays itself. `dtype` is a name, such as ``"bfloat16"``.
     """
 
     model: Any
@@ -346,21 +348,21 @@ class ModelObject(Protocol):
     wrt: Selector
     """Leaves that train by default."""
     mutable: Selector | None
-    """Other leaves that a call may change, such as batch statistics and counters of random numbers; None for none."""
+    """Other leaves that a call may change, such as batch statistics and random seeds; None without such leaves."""
 
     def arrays(self) -> Tree:
         """Return the object's arrays as a tree."""
         ...
 
     def lend(self, arrays: Tree) -> None:
-        """Replace the object's array by a placeholder, which raises when used, at each leaf that is not None."""
+        """Replace the object's arrays by placeholders that raise when used, except where the tree `arrays` has None."""
         ...
 
     def give_back(self, arrays: Tree) -> None:
         """Put every leaf that is not None back into the object.
 
         Raises:
-            StateError: after that, if something was written over a placeholder. The written value is lost.
+            StateError: if something was written over a placeholder. The leaves are back, and the written value is lost.
         """
         ...
 
@@ -383,10 +385,11 @@ class ExternalNames(Protocol):
 
     Optional members:
 
-    - ``table_names``: names of embedding lookups, which the other library implements as another kind of layer.
-    - ``tied_names``: maps a module that is used in a second place to the name of that place.
-    - ``named_as``: returns the model with the names of a given file, for files with several naming schemes.
-    - ``ignored_modules``: modules of the other library that the model lacks.
+    - ``table_names``: set of the external names of embedding lookups.
+    - ``tied_names``: dictionary from the external name of a shared weight's module to the name of its second use.
+    - ``named_as(names)``: returns the model with the naming scheme of these module or tensor names.
+    - ``ignored_modules``: names of modules of the other library that the model lacks.
+    - ``expert_parameters``: dictionary from external parameters that hold all experts of a layer to module paths.
     """
 
     def external_name(self, path: str) -> str:
@@ -416,7 +419,7 @@ class ExternalNames(Protocol):
 # parameters, and stacks their gradients a second time. So this section defines one operation with a custom derivative.
 # Layers are slices of the whole stack, taken where they are used, and gradients are written in place into the gradient
 # of the stack. Frozen parameters get no gradient, not even an intermediate one. Every floating-point activation that
-# layers change gets one.
+# layers change gets a gradient.
 #
 # Limits: reverse mode only, as for every `jax.custom_vjp`. If groups cannot all have one size, their sizes differ by
 # one layer. Each of the two sizes then has its own loop, which is compiled separately.
@@ -438,14 +441,15 @@ class _Span(NamedTuple):
 def _scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, size: int, moves: Moves) -> Tree:
     """Run ``h = body(h, x)`` over the slices of `xs`, and keep only each group's input for the backward pass.
 
-    Leaves of `xs` have the shape ``[num_layers, ...]``. `body` may close over differentiated arrays. `moves` moves a
-    group's input to where it is kept, and back. The backward pass holds ceil(num_layers / size) inputs there, `size`
-    activations and one layer's residuals on the device. Activations that layers do not change are kept once.
+    Leaves of `xs` have the shape ``[num_layers, ...]``. `body` may close over differentiated arrays. A group has up to
+    `size` layers. `moves` are those of `hidden_in_groups`. The backward pass needs ceil(num_layers / size) group inputs
+    where `moves` keeps them. On the device it needs `size` activations and the residuals of one layer. Activations that
+    layers return unchanged are kept once.
     """
     closed = closure_convert(body, init, _take(xs, 0))
     if _types(closed.shapes) != _types(init):
-        # `scan` raises a message that names the mismatch. It accepts Python numbers in `init`, which are weakly typed;
-        # they become arrays of the dtype that the layers return.
+        # For a real mismatch, `scan` raises an error that names it. `scan` accepts Python numbers in `init`, which are
+        # weakly typed: convert them to arrays of the dtype that the layers return.
         after = jax.eval_shape(lambda init: jax.lax.scan(lambda h, x: (body(h, x), None), init, xs)[0], init)
         init = jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), init, after)
         closed = closure_convert(body, init, _take(xs, 0))
@@ -470,12 +474,15 @@ def _scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, si
 
 
 def _build_scan(pure: Callable[..., Leaves], length: int, size: int, moves: Moves) -> Callable[..., Leaves]:
-    """Build the differentiable ``run(h, (xs, captured))`` of the first input, stacked parameters, captured values."""
+    """Build the differentiable function ``run(h, (xs, captured))`` that runs all layers in groups.
+
+    `h` is the input of the first layer, `xs` are the stacked parameters, and `captured` are closed-over values.
+    """
     keep, fetch = moves
-    # Balanced groups: `longer` of them have `least + 1` layers, the others `least`.
+    # Balanced groups: `num_large` of them have `small + 1` layers, the others `small`.
     num_groups = -(-length // size)
-    least, longer = divmod(length, num_groups)
-    spans = [_Span(0, longer, least + 1), _Span(longer * (least + 1), num_groups - longer, least)]
+    small, num_large = divmod(length, num_groups)
+    spans = [_Span(0, num_large, small + 1), _Span(num_large * (small + 1), num_groups - num_large, small)]
     spans = [span for span in spans if span.num_groups]
 
     @jax.custom_vjp
@@ -506,7 +513,7 @@ def _build_scan(pure: Callable[..., Leaves], length: int, size: int, moves: Move
     def backward(residuals: Any, d_out: Leaves) -> Any:
         group_inputs, trainable, frozen = residuals
         state = _instantiate_zeros(_floating(d_out)), jax.tree.map(jnp.zeros_like, trainable)
-        # Spans, groups and layers run in reverse. Inputs of one group's layers exist at a time.
+        # Spans, groups and layers run in reverse. Only the layer inputs of one group are live at a time.
         for span, saved in zip(reversed(spans), reversed(group_inputs), strict=True):
 
             def group(state: Any, slices: Any, size: int = span.size) -> tuple[Any, None]:
@@ -528,7 +535,7 @@ def _build_scan(pure: Callable[..., Leaves], length: int, size: int, moves: Move
 
 
 def _recompute_inputs(pure: Callable[..., Leaves], operands: Any, h: Leaves, start: Any, size: int) -> Leaves:
-    """Recompute the input of each layer of a group, stacked, from the group's input."""
+    """Recompute the inputs of a group's layers from the group's input, stacked along a new leading axis."""
     xs, captured = operands
 
     def layer(carry: tuple[Leaves, Leaves], offset: Any) -> tuple[tuple[Leaves, Leaves], None]:
@@ -554,9 +561,9 @@ def _layer_backward(
             pure(combine(h, non_floating), combine(x, _take(frozen_xs, index)), combine(captured, frozen_captured))
         )
 
-    # `jax.checkpoint` labels the computation of residuals as recomputation. The forward pass of this `vjp` is dead code
-    # but for its effects. If a group has one layer, XLA unrolls both loops. It would then merge the recomputation with
-    # the original forward pass and keep that pass's residuals alive, so `prevent_cse` is on there.
+    # `jax.checkpoint` labels the computation of residuals as recomputation. XLA removes the forward pass of this `vjp`,
+    # except for its effects. If a group has one layer, XLA unrolls both loops. It would then merge the recomputation
+    # with the original forward pass and keep that pass's residuals alive. `prevent_cse` prevents this.
     remat_layer = jax.checkpoint(layer, prevent_cse=is_alone)
     _, pull = jax.vjp(remat_layer, _floating(h), _take(trainable[0], index), trainable[1])
     d_h, d_x, d_layer_captured = pull(d_h)

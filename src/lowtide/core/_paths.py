@@ -1,6 +1,6 @@
 """Tree paths as text: ``layers/attn/q_proj/weight``.
 
-One spelling for dictionaries, dataclasses, sequences, Equinox modules and NNX state, so that patterns, messages,
+Dictionaries, dataclasses, sequences, Equinox modules and NNX state have paths of the same form. So patterns, messages,
 checkpoints and reports all name a leaf the same way.
 """
 
@@ -57,7 +57,7 @@ def key_numbers(leaf: Any) -> Any:
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Return a leaf's logical bytes: elements times item size, without a device's padding; 0 if it holds no numbers."""
+    """Return the bytes of a leaf without padding, packed as on a device (`item_bits`); 0 for a leaf without numbers."""
     if not is_array_like(leaf):
         return 0
     if is_key(leaf):
@@ -77,9 +77,10 @@ def item_bits(dtype: Any) -> int:
 
 
 def tree_bytes(tree: Tree) -> int:
-    """Return the logical bytes of all arrays, shape structs and Python numbers of a tree; other leaves count 0.
+    """Return the bytes of all arrays, shape structs and Python numbers of a tree; other leaves count 0.
 
-    A device's layout padding is left out (`lowtide.memory.analyze` gives the padded figure).
+    Elements of less than a byte are packed, as on a device. The padding of a device's layout is left out
+    (`lowtide.memory.analyze` includes it).
 
     Examples:
         >>> tree_bytes({"w": np.zeros((4, 2), np.float32)})

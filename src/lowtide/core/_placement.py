@@ -1,4 +1,4 @@
-"""Placement of arrays: memory spaces, shardings, and assembly piece by piece; mesh axes of activations and tokens.
+"""Placement of arrays: memory spaces, shardings, assembly from pieces, and mesh axes of activations and tokens.
 
 JAX has two notions of memory. Concrete arrays and shape structs carry a sharding with a memory kind (``device``,
 ``pinned_host``, ``unpinned_host``). Tracers carry a `jax.memory.Space` in their type. `memory_space` reads both.
@@ -22,9 +22,9 @@ from ._errors import StructureError
 from ._paths import Tree, is_key, key_numbers
 
 PIECE_BYTES = 64 * 1024**2
-"""The most bytes that are read or written at once, unless one row of a tensor has more."""
+"""The most bytes of a tensor that are read or written at once, unless one row of the tensor has more."""
 Pieces = Iterator[tuple[tuple[int, ...], np.ndarray]]
-"""Pieces of a part of an array, each with its start within that part."""
+"""Iterator over pairs of start and values: the pieces of a part of an array, with their starts within that part."""
 Reader = Callable[[tuple[slice, ...]], Pieces]
 """Function from an index (a slice with start and stop for every axis) to pieces that cover that part of an array."""
 BATCH_AXES = ("expert", "data", "fsdp")
@@ -77,7 +77,7 @@ def _refuse_derivative(*_: Any) -> NoReturn:  # pyright: ignore[reportUnusedFunc
 
 
 def canonical_array(leaf: Any) -> np.ndarray:
-    """Convert an array to NumPy, in a dtype that JAX has."""
+    """Convert an array to NumPy, in the dtype that JAX would give it: without x64, 32 bits instead of 64."""
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
@@ -95,7 +95,7 @@ def put(leaf: Any, sharding: Any) -> Any:
     if getattr(leaf, "sharding", None) == sharding:
         return leaf
     if jax.process_count() == 1:
-        # On a CPU JAX may share NumPy's buffer, and later writes to it would change the weights: copy.
+        # Copy: on a CPU JAX may share NumPy's buffer, and later writes to that buffer would change the array.
         return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, sharding)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
@@ -103,8 +103,7 @@ def put(leaf: Any, sharding: Any) -> Any:
         return jax.random.wrap_key_data(put(key_numbers(leaf), sharding), impl=jax.random.key_impl(leaf))
     array = canonical_array(leaf)
     # Not `device_put`: if each process has one device, JAX (to 0.12 at least) would make an array whose shards cannot
-    # be read. The parts are copies: on a CPU JAX may share NumPy's buffers, and the next step consumes trainable
-    # arrays.
+    # be read. The parts are copies: on a CPU JAX may share NumPy's buffers, and a step may donate the array.
     return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
 
 
@@ -113,20 +112,20 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
 
     A device's part of the array starts as zeros there and is overwritten in place by pieces. Each piece is read, sent
     and freed before the next one. So the host holds a few pieces in addition to the placed arrays, even if the device
-    is the CPU. A part in pinned host memory is read as a whole, since only its device could write into it. So is a
-    part of at most `PIECE_BYTES`. Known inefficiency: reading waits until the previous piece is sent.
+    is the CPU. A part of at most `PIECE_BYTES` is read as a whole. So is any part in pinned host memory, because only a
+    program on the device could write into it. Known inefficiency: reading waits until the previous piece is sent.
 
     Args:
-        read: returns the pieces of a part, in this dtype.
+        read: a function that returns the pieces of a part, in `dtype`. Its argument has a slice for each axis.
         shape: shape of the array.
-        dtype: its dtype.
-        sharding: its sharding, or None for JAX's default device.
+        dtype: dtype of the array.
+        sharding: sharding of the array, or None for JAX's default device.
 
     Returns:
         The array. This process reads only what its own devices hold.
 
     Memory:
-        On the host: the pieces that `read` holds, and a copy of one. For pinned host memory (`is_staged`): one
+        On the host: the pieces that `read` holds, and a copy of one piece. For pinned host memory (`is_staged`): one
         device's part, in addition to the result.
     """
     full_index = tuple(slice(0, size) for size in shape)
@@ -147,14 +146,14 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
 
 
 def is_staged(sharding: jax.sharding.Sharding) -> bool:
-    """Return whether `assemble` reads even large parts as a whole: pinned host memory is not written in place."""
+    """Return whether `assemble` reads even large parts as a whole, because it cannot write into pinned host memory."""
     return sharding.memory_kind == "pinned_host"
 
 
 def _fill_part(
     read: Reader, index: tuple[slice, ...], dtype: Any, shardings: Sequence[jax.sharding.Sharding | None]
 ) -> list[jax.Array]:
-    """Make a part of an array on each of several shardings."""
+    """Read a part of an array once, and place it with each of several shardings (None: the default device)."""
     shape = tuple(axis.stop - axis.start for axis in index)
     is_small = math.prod(shape) * jnp.dtype(dtype).itemsize <= PIECE_BYTES  # one transfer, and nothing to compile
     if is_small or any(target is not None and is_staged(target) for target in shardings):
@@ -179,13 +178,13 @@ def _write_piece(array: Any, piece: Any, start: tuple[Any, ...]) -> Any:
 
 # --- Sharded activations and tokens -----------------------------------------------------------------------------------
 #
-# Functions that cut rows into pieces are mapped over each device's own tokens (`map_token_shards`). On an array of all
-# tokens the compiler would gather the tokens for every piece, and add up gradients of weights for every piece.
+# Functions that cut sequences into pieces are mapped over each device's own tokens (`map_token_shards`). On an array of
+# all tokens the compiler would gather the tokens, and sum gradients of weights over the devices, once for every piece.
 #
 # `jax.make_mesh` makes explicit axes by default. On them every operation derives the sharding of its result from its
-# operands, or raises. Most raise where a device's part of a row ends inside of a block, or where a loop starts from
-# zeros. So blocks and loops are computed as on a mesh with automatic axes, and the sharding of the result is set at the
-# end (`without_explicit_axes`).
+# operands, or raises. Most operations raise if a device's part of a sequence ends inside of a block, or if a loop
+# starts from zeros. So blocks and loops are computed as on a mesh with automatic axes, and the sharding of the result
+# is set at the end (`without_explicit_axes`).
 
 
 @contextlib.contextmanager
@@ -208,7 +207,7 @@ def activation_sharding(constrain: Callable[[Any], Any], mesh: Any = None) -> Ge
 
 
 def activation_constraint() -> Callable[[Any], Any]:
-    """Return the function that `activation_sharding` got; the identity outside of its ``with`` block."""
+    """Return the function `constrain` of the surrounding `activation_sharding` block, or the identity outside of it."""
     return _constrain.get()
 
 
@@ -219,9 +218,9 @@ def traced_mesh() -> Any:
 
 
 def num_shards_along(axis: str) -> int:
-    """Return the number of shards of traced arrays along an axis of `traced_mesh` that the compiler partitions.
+    """Return the number of shards into which the compiler cuts traced arrays along an axis of `traced_mesh`.
 
-    It is 1 if the mesh lacks the axis, and inside of a `jax.shard_map` over it, where arrays are local to one device.
+    It is 1 if the mesh lacks the axis. It is also 1 inside of a `jax.shard_map` over the axis, where arrays are local.
     """
     mesh = traced_mesh()
     return 1 if mesh is None or axis in getattr(mesh, "manual_axes", ()) else mesh.shape.get(axis, 1)
@@ -239,16 +238,16 @@ def num_token_shards(length: int, arrays: Tree) -> int:
 def map_token_shards(
     fn: Callable[[Tree, Tree], Tree], whole: Tree, tokens: Tree, *, axis: int = 1, out_axis: int = 1
 ) -> Any:
-    """Call ``fn(whole, tokens)`` on each device's tokens.
+    """Call ``fn(whole, tokens)`` on each device's shard of the tokens.
 
     Args:
-        fn: the function.
+        fn: a function of `whole` and of one shard of `tokens`.
         whole: arrays replicated over the devices. Their gradients are summed over the devices once per call.
         tokens: arrays whose token axis is sharded.
         axis: the token axis of `tokens`.
         out_axis: the sharded axis of the results.
     """
-    # Outside of `jax.jit` a `jax.shard_map` maps over all axes of a mesh or none (0.10.2).
+    # Without `jax.jit`, a `jax.shard_map` cannot map over only some axes of a mesh (jax 0.10.2).
     mapped = jax.jit(
         jax.shard_map(
             fn,
@@ -263,7 +262,7 @@ def map_token_shards(
 
 
 def explicit_mesh(tree: Any) -> Any:
-    """Return the mesh with explicit axes that holds a leaf of a tree, or None."""
+    """Return the mesh of the first leaf of a tree that is on a mesh with explicit axes, or None."""
     meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
@@ -280,7 +279,7 @@ def without_explicit_axes(fn: Callable[..., Any], shardings: Callable[[Any], Any
 
 
 def lookup_sharding(mesh: Any, ids: Any, table: Any) -> Any:
-    """Return the sharding of looked-up rows: the axes of the ids, then the table's column axis unless already used."""
+    """Return the sharding of looked-up rows: the axes of the ids, then those of the table's columns if still unused."""
     ids_spec = jax.typeof(ids).sharding.spec
     columns = (*jax.typeof(table).sharding.spec, None, None)[1]
     used = {name for axis in ids_spec for name in axis_names(axis)}
@@ -295,5 +294,5 @@ def axis_names(axis: Any) -> tuple[Any, ...]:
 
 
 def shardings_of(tree: Any) -> Any:
-    """Return the shardings of the leaves, from their types."""
+    """Return a tree of the shardings that the types of a tree's leaves have."""
     return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)

@@ -2,7 +2,7 @@
 
 Globs follow the shell's rules on ``/``-separated paths (`*` within a segment, `**` any number of segments, `{a,b}`
 alternatives, `?`, `[...]`). wcmatch matches them against the whole path. A leading ``!`` excludes. A pattern that
-matches no leaf is an error that lists near misses. So is a single alternative in braces that matches no leaf.
+matches no leaf is an error that lists near misses. The same holds for each alternative in braces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Selector = Pattern | Sequence[Pattern] | Callable[[str, Any], bool]
 """A pattern, a sequence of patterns, or a predicate ``(path, leaf) -> bool``."""
 
 _TOKENS = re.compile(r"\\.|\$?\{|[,}]", re.DOTALL)
-"""Characters that may split a pattern; escaped characters are matched first, so that they do not."""
+"""Characters that may split a pattern into alternatives; an escaped character matches as a whole and splits nothing."""
 _HALVES = "combine the two halves that partition returned, without changing their structure"
 _HOLD_ONCE = "hold the array at one path and use it twice in the model, or untie it with jnp.array(leaf, copy=True)"
 
@@ -149,7 +149,7 @@ def _no_match(subject: str, names: Sequence[str], hint: str, expected: str | Non
 
 def _near_misses(pattern: str, names: Sequence[str]) -> str:
     """Suggest a variant of the pattern that matches, else the closest spellings, else some of the paths."""
-    # Escaped, brackets in a path are no character class.
+    # The escaped pattern matches paths that contain brackets, which are no character class there.
     for variant in (glob.escape(pattern), f"{pattern}/**", f"**/{pattern}", f"**/{pattern}/**"):
         if any(match_path(name, variant) for name in names):
             return f"did you mean {variant!r}?"
@@ -171,10 +171,10 @@ def sample(names: Iterable[str]) -> str:
 
 
 def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield each alternative of each brace (``{a,b}``, ``{0..3}``, also nested), and the pattern with it in its place.
+    """Yield each alternative of each brace, and the pattern with only that alternative of this brace.
 
-    ``**/{attn,mlp}/{q,up}_proj`` has four alternatives, but not all four combinations need to occur: each alternative
-    has to match in at least one of them. So an alternative is tried alone in its brace, and all other braces stay.
+    Braces are ``{a,b}`` and ``{0..3}``, also nested. ``**/{attn,mlp}/{q,up}_proj`` has four alternatives, but not all
+    four combinations need to occur. Each alternative has to match in at least one combination, so other braces stay.
 
     Examples:
         >>> list(alternatives("{q,v}_proj"))
@@ -191,7 +191,7 @@ def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
         before, after, position = pattern[:start], pattern[end + 1 :], end + 1
         if len(parts) == 1:
             parts = bracex.expand(pattern[start : end + 1], keep_escapes=True)
-            if len(parts) == 1:  # not a brace expansion but plain characters, which may contain one
+            if len(parts) == 1:  # plain characters, which may contain braces that expand
                 position = start + 1
                 continue
         for part in parts:
@@ -206,7 +206,7 @@ def _find_brace(pattern: str, position: int) -> int | None:
 
 
 def _split_brace(pattern: str, start: int) -> tuple[list[str], int | None]:
-    """Return the comma-separated parts of the brace at `start`, and the position where it closes, or None."""
+    """Return the comma-separated parts of the brace at `start`, and the position where it closes (None: nowhere)."""
     parts, depth, begin = list[str](), 0, start + 1
     for token in _TOKENS.finditer(pattern, start):
         if token[0] in ("{", "${"):
@@ -224,7 +224,7 @@ def _split_brace(pattern: str, start: int) -> tuple[list[str], int | None]:
 # --- Partition --------------------------------------------------------------------------------------------------------
 #
 # Both halves keep the structure of the tree, with `None` (an empty subtree in JAX) wherever the other half holds the
-# leaf. Each half therefore has only its own leaves, and a function that maps over it costs nothing for the others. The
+# leaf. Each half therefore has only its own leaves, and mapping over one half costs nothing for the other half. The
 # idea is Equinox's `partition`/`combine`. Deviations: leaves are selected by path, and ambiguous input (a pattern
 # without a match, an array shared by both halves) is an error.
 
@@ -234,7 +234,7 @@ def partition(tree: Tree, selector: Selector) -> tuple[Tree, Tree]:
 
     Args:
         tree: any pytree (a dictionary, an Equinox module, NNX state, ...).
-        selector: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
+        selector: globs or compiled regular expressions on tree paths, or a predicate ``(path, leaf) -> bool``.
 
     Returns:
         ``(selected, unselected)``, both with the structure of `tree` and `None` where the other half holds the leaf.

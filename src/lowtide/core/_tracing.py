@@ -1,4 +1,4 @@
-"""Tracing helpers: an order for parts of a program, varying axes, and closed-over tracers."""
+"""Helpers for traced code: order of execution, varying axes of `jax.shard_map`, and closed-over tracers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ._placement import memory_space
 def zero_after(tree: Tree) -> Any:
     """Make an int32 zero that is known only when every leaf of a tree has been computed.
 
-    Added to an index, it makes one part of a program wait for another without shared data. XLA's own means failed here:
-    it started host copies before an optimization barrier, computed tiles concurrently despite one, and removed an
-    unchanged loop variable.
+    Added to an index, the zero makes one part of a program wait for another part whose results it does not read. Other
+    ways failed: XLA started host copies before an optimization barrier, computed tiles concurrently despite a barrier,
+    and removed a loop variable that did not change.
     """
     zero = jnp.int32(0)
     for leaf in jax.tree.leaves(tree):
@@ -40,13 +40,13 @@ def zero_after(tree: Tree) -> Any:
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """Return the axes of a `jax.shard_map` with ``check_vma`` along which values differ (jax 0.10.2 to 0.12.0)."""
+    """Return the axes of a `jax.shard_map` with ``check_vma`` along which an array varies (jax 0.10.2 to 0.12.0)."""
     return getattr(getattr(aval, "mat", None), "varying", frozenset())
 
 
 def initial_carry(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
-    """Make a constant array that a loop can carry: it has the varying axes of `arrays`, from which its values come."""
-    # With `check_vma` a loop's carry needs the same varying axes before and after each step; a constant has none.
+    """Make a constant initial carry for a loop that computes from `arrays`; it has the varying axes of all of them."""
+    # With `check_vma` a loop's carry needs the same varying axes before and after each step; a plain constant has none.
     full = jnp.full(shape, fill, dtype)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(array)) for array in arrays))
     return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
@@ -112,7 +112,7 @@ class ConvertedClosure:
         return [out is arg for out, arg in zip(self._traced.jaxpr.outvars, self._traced.jaxpr.invars, strict=False)]
 
     def __call__(self, leaves: Sequence[Any], tracers: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the result, given the arguments' leaves and values in place of the tracers, in order."""
+        """Return the leaves of the result, from the leaves of the arguments and a value for each entry of `tracers`."""
         values = iter(tracers)
         pairs = zip(self._traced.consts, self._is_const, strict=True)
         consts = [const if is_const else next(values) for const, is_const in pairs]

@@ -1,7 +1,7 @@
 """Sizes in bytes: the only place where they are parsed from text and printed as text.
 
 Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal units (KB, MB, GB, TB) powers of 1000. A bare number
-is bytes. `parse_bytes` reads the text of `format_bytes` back within half of the last printed digit.
+is bytes. For a size of at least 0, ``parse_bytes(format_bytes(size))`` is `size` rounded to two decimals of its unit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a size such as ``"14 GiB"``, ``"512MB"`` or ``1024``, and round it to the nearest byte.
+    """Convert a size such as ``"14 GiB"``, ``"512MB"`` or ``1024`` to bytes, rounded to the nearest byte.
 
     The case of the unit does not matter, and white space is optional.
 
@@ -41,9 +41,9 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Print a size with two decimals in the largest binary unit in which it is at least 1.
+    """Format a size with two decimals in the largest binary unit in which it is at least 1.
 
-    A negative size (a saving) keeps its sign, and bytes have no decimals.
+    A negative size (a saving) keeps its sign. Sizes below 1 KiB have no decimals.
 
     Examples:
         >>> format_bytes(1536)

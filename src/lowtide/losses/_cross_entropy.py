@@ -1,11 +1,12 @@
-"""Cross-entropy of a language-model head that never holds logits of shape [tokens, vocabulary].
+"""Cross-entropy of a language-model head without an array of all logits, [tokens, vocabulary].
 
 The sequence is cut into chunks, and a chunk's logits live only while its loss is computed. The gradient is computed in
 the forward pass, chunk by chunk, as in Liger Kernel (arXiv:2410.10989). So logits are not computed twice. The residual
-for the backward pass is d loss / d h, of the size of h, instead of h itself. Gradients of gradients work.
+for the backward pass is d loss / d h, of the size of h, instead of h itself. Second derivatives work in reverse mode.
+Exception: for a `RunningGradient` head the residual is h. The backward pass computes logits again, and the gradient.
 
-Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded. If the sequence
-axis is sharded, too, along ``context``, each device cuts its own part into chunks.
+Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded. If the mesh
+axis ``context`` shards the sequence, each device cuts its own part into chunks.
 
 Shapes: B batch axes, T sequence, C chunk of the sequence, D model, V vocabulary.
 """
@@ -38,7 +39,8 @@ from ..core import (
 
 _Carry = Any
 
-# Most bytes of a chunk's float32 logits. With fewer tokens a chip would wait for the head, and more would gain nothing.
+# Most bytes of a default chunk's float32 logits, and tokens of a default chunk. With fewer than 512 tokens a chip would
+# wait for reads of the head. More than 1024 gain no time.
 _LOGIT_BYTES = 2**28
 _LEAST_CHUNK, _MOST_CHUNK = 512, 1024
 _MOST_INDEX = 2**31 - 1
@@ -47,7 +49,7 @@ _DTYPES = {
     "labels": ((jnp.integer,), "an integer", "pass class indices, not one-hot"),
     "head": ((jnp.floating, jnp.integer), "a floating-point or integer", "cast it"),
 }
-"""Kinds of dtypes that each array may have, their description, and the remedy for another."""
+"""For each array: the allowed kinds of dtypes, their description, and the hint for any other dtype."""
 
 
 class _Options(NamedTuple):
@@ -78,12 +80,13 @@ def chunked_cross_entropy(
         labels: the class of each position, shape [..., T]. A label outside [0, V) other than `ignore_index` gives NaN,
             also in the gradients.
         ignore_index: the label of positions that count neither in the loss nor in the mean.
-        chunk_size: number of tokens (over all batch axes) that have logits at the same time; at least one position of
-            every sequence. None means 1024, or 512 if 1024 tokens have more than 256 MiB of logits.
+        chunk_size: number of tokens, over all batch axes and devices, whose logits exist at the same time. A chunk has
+            at least one position of each sequence, so a large batch may exceed it. A `RunningGradient` head halves it.
+            None: 1024, or 512 if the logits of 1024 tokens exceed 256 MiB.
         reduction: ``"mean"`` over the positions that are not ignored (0 when all are), or ``"sum"``.
         soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``; None leaves them unchanged.
-        z_loss: factor of the square of each position's log-partition, ``logsumexp(logits)``, which is added to the loss
-            to keep logits from drifting; 1e-4 is common.
+        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to the loss of each position, to keep logits from drifting;
+            1e-4 is common.
 
     Returns:
         The loss, a float32 scalar. Logits are computed and reduced in float32. Only reverse-mode derivatives exist: JAX
@@ -97,7 +100,7 @@ def chunked_cross_entropy(
     Memory:
         Float32 logits of one chunk instead of all (``chunk_size * V * 4`` bytes, a small multiple of it in the
         gradient). Under differentiation one array of the size of `h` is kept for the backward pass. If the head trains,
-        one float32 array of its size is kept, too. A frozen head gets no cotangent.
+        one float32 array of its size is kept, too (not for a `RunningGradient`). A frozen head gets no cotangent.
 
     Examples:
         >>> h, head = jnp.ones((2, 8, 4)), jnp.zeros((10, 4))
@@ -203,7 +206,8 @@ _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 def _running_cross_entropy(options: _Options, h: Array, head: RunningGradient, labels: Array) -> Array:
     """Compute the sum for a `RunningGradient` head.
 
-    Its gradient starts from `total`, so the backward pass computes it, when the cotangent is known.
+    The head's cotangent is its `total` plus the gradient. The gradient has to be scaled by the loss's cotangent before
+    this sum, so the backward pass computes it.
     """
     return _sum_of_chunks(options, h, head.weight, labels)
 
@@ -263,14 +267,14 @@ def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) ->
     loss_BC = partition_BC - gold_BC
     if options.z_loss:
         loss_BC = loss_BC + options.z_loss * jnp.square(partition_BC)
-    # Multiplied, not selected, so that gradients are NaN as well.
+    # Multiply by NaN instead of selecting it, so that gradients are NaN, too.
     is_class_BC = (labels_BC >= 0) & (labels_BC < vocabulary)
     return jnp.sum(jnp.where(keep_BC, loss_BC, 0.0) * jnp.where(keep_BC & ~is_class_BC, jnp.nan, 1.0))
 
 
 @jax.custom_vjp
 def _logits(h_BCD: Array, head_VD: Array) -> Array:
-    """Multiply with a float32 result."""
+    """Compute h headᵀ with a float32 result."""
     contract = (((h_BCD.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(h_BCD, head_VD, contract, preferred_element_type=jnp.float32)
 
@@ -280,7 +284,10 @@ def _logits_forward(h: Any, head: Any) -> tuple[Array, Any]:
 
 
 def _logits_backward(residuals: Any, d_BCV: Any) -> tuple[Array | None, Array | None]:
-    """Multiply in the dtype of `h`, as a linear layer does; in float32 XLA would hold a float32 copy of the head."""
+    """Compute the cotangents of `h` and the head, by products in the dtype of `h` as in a linear layer.
+
+    In float32, XLA would hold a float32 copy of the head. If `h` is float16, the logits' cotangent stays float32.
+    """
     h_BCD, head_VD, is_h_perturbed, is_head_perturbed = residuals
     if isinstance(d_BCV, jax.custom_derivatives.SymbolicZero):
         return None, None

@@ -1,8 +1,9 @@
-"""Callbacks: the base class, profiles, and monitors: early stopping, and a learning rate reduced on a plateau.
+"""Callbacks of a run: the base class, a profiler, early stopping, and a learning rate reduced on a plateau.
 
 The trainer calls a callback's hooks at the beginning and the end of each part of a run. A callback may read and change
 the trainer: `Trainer.model` is the current model, `Trainer.update` replaces its weights, and `Trainer.stop` ends the
-run after the current step. Callbacks that write records are in `_trackers`.
+run after the current step. A record is the dictionary of values of one step or one evaluation. Callbacks that write
+records are in `_trackers`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class TrainerView(Protocol):
     """The part of the `Trainer` that callbacks may use."""
 
     history: list[Record]
-    """Records so far."""
+    """Records of the run so far."""
     processes: Processes
-    """The other processes of the run."""
+    """The processes of the run, including this one."""
 
     @property
     def budget_bytes(self) -> int | None:
@@ -71,7 +72,7 @@ class TrainerView(Protocol):
 
     @property
     def stages(self) -> StageReport | None:
-        """Report on what each rank of a pipeline holds."""
+        """Report on the memory of each rank of a pipeline; None without a pipeline, or before `on_preflight`."""
         ...
 
     def stop(self) -> None:
@@ -83,7 +84,7 @@ class TrainerView(Protocol):
         ...
 
     def update(self, model: Tree) -> None:
-        """Replace the weights."""
+        """Replace the weights by those of `model`."""
         ...
 
     def evaluate(self, data: Iterable[Tree]) -> dict[str, float]:
@@ -91,12 +92,12 @@ class TrainerView(Protocol):
         ...
 
     def save(self) -> bool:
-        """Start to write a checkpoint."""
+        """Start to write a checkpoint; return False if this step is saved already."""
         ...
 
 
 class Callback:
-    """Base class of callbacks, whose hooks `Trainer` calls; each hook does nothing by default.
+    """Base class of callbacks. `Trainer` calls the hooks (``on_...``); by default each hook does nothing.
 
     An exception in a hook ends the run like any other exception: the trainer keeps the state of the last step.
 
@@ -111,13 +112,14 @@ class Callback:
     def is_immediate(self) -> bool:
         """Whether the values of each step are read before the next step is dispatched.
 
-        For a callback that changes the training by a step's record. By default, a record may arrive a step later,
-        except before evaluations and checkpoints. If this is True, the device waits for the host after every step.
+        Return True in a callback that changes the training according to the record of a step. The device then waits
+        for the host after every step. If all callbacks return False, as by default, a record may arrive one step later,
+        except before evaluations and checkpoints.
         """
         return False
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state of the callback that a checkpoint keeps, as JSON; None for no state."""
+        """Return the state to store in a checkpoint, as data that JSON can represent; None for no state."""
         return None
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -130,7 +132,7 @@ class Callback:
         """Run after `fit` has ended without an exception."""
 
     def on_preflight(self, trainer: TrainerView, report: MemoryReport) -> None:
-        """Run after the step was compiled, before it runs for the first time in this `fit`."""
+        """Run after the step is compiled and before its first run in this `fit`; `report` lists its bytes."""
 
     def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
         """Run before the first step of an epoch, counted from 0."""
@@ -142,19 +144,20 @@ class Callback:
         """Run before step `step`, counted from 0."""
 
     def on_step_end(self, trainer: TrainerView, step: int) -> None:
-        """Run when the state of `step` steps is available; its loss may still be computed on the device."""
+        """Run after a step; `step` steps are taken so far. The device may still be computing the last one."""
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Run when the values of a step or of an evaluation are known: one step later, so that the device never waits.
+        """Run when the host has read the values of a step or of an evaluation.
 
-        The values are read at once if a callback `is_immediate`, and before an evaluation, a checkpoint and the end.
+        Values of a step are read one step later, so that the device never waits for the host. They are read at once if
+        a callback `is_immediate`, and before an evaluation, a checkpoint and the end of the run.
         """
 
     def on_evaluate_begin(self, trainer: TrainerView) -> None:
-        """Run when `evaluate` begins."""
+        """Run when an evaluation begins, in `fit` or in `evaluate`."""
 
     def on_evaluate_end(self, trainer: TrainerView, metrics: Record) -> None:
-        """Run after `evaluate` has ended."""
+        """Run after an evaluation; `metrics` has the mean loss and the mean metrics."""
 
     def on_predict_begin(self, trainer: TrainerView) -> None:
         """Run when `predict` begins."""
@@ -163,16 +166,16 @@ class Callback:
         """Run after `predict` has ended."""
 
     def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
-        """Run after a checkpoint of this step was started."""
+        """Run after `fit` has started to write the checkpoint of `step`."""
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """Run before `fit` raises; the trainer holds a valid state again."""
+        """Run before `fit` raises `error`; the trainer holds a valid state again, unless none could be restored."""
 
 
 class Listeners:
-    """The callbacks of a run, called for its events in order. Mutable: it queues the hooks of an event.
+    """Dispatcher of the events of a run to its callbacks, in order. Mutable: it queues the hooks of an event.
 
-    `on_record` is called first with each record.
+    The function `on_record` receives each record before the callbacks do.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class Listeners:
         """Call the hooks of all callbacks for an event.
 
         If a hook raises, the later callbacks miss the event, except for records and for events with an `error`. If a
-        hook causes another event, as saving does, the remaining callbacks receive this event first.
+        hook causes a second event, for example by saving, the remaining callbacks receive the first event before it.
         """
         self.flush()
         if event.name == "resume":
@@ -217,7 +220,7 @@ class Listeners:
             try:
                 hook(*values)
             except BaseException as failure:
-                while self._pending:  # the others count a record, too, before any event that a hook caused meanwhile
+                while self._pending:  # the other callbacks still receive a record; other pending events are dropped
                     event, other_name, hook = self._pending.popleft()
                     if event.name == "record":
                         with note_failure(failure, other_name):
@@ -225,19 +228,19 @@ class Listeners:
                 raise
 
     def states(self) -> dict[str, Any]:
-        """Return the states of the callbacks that a checkpoint keeps."""
+        """Return the states of the callbacks by name, for a checkpoint; callbacks without a state are left out."""
         # Copies, because a callback may continue to update the object that it returned.
         states = {name: copy.deepcopy(callback.state()) for name, callback in self._named_callbacks()}
         return {name: state for name, state in states.items() if state is not None}
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
-        """Name the callbacks by class, and those of one class by a number in order."""
+        """Pair each callback with a name: its class, and its number among the callbacks of that class, from 0."""
         classes = [type(callback).__name__ for callback in self._callbacks]
         return [(f"{name} {classes[:index].count(name)}", self._callbacks[index]) for index, name in enumerate(classes)]
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Return the callbacks of any iterable as a tuple; raise for any other object, before anything runs."""
+    """Return an iterable of callbacks as a tuple; raise `ConfigError` for other objects, and warn of misspelt hooks."""
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
         hint = "put a single callback into a list"
         raise ConfigError(f"callbacks must be a list of callbacks, not {shown(callbacks)}", hint=hint)
@@ -260,10 +263,10 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 class Profile(Callback):
     """Write a profile of chosen steps, for TensorBoard's or Perfetto's viewer.
 
-    Mutable: it stores whether it profiles, and at which step it ends.
+    Mutable: it stores whether a profile is running, and the step at which the profile stops.
 
     Args:
-        directory: folder of the profile; several processes have a subfolder each.
+        directory: folder of the profile; with several processes, each writes into its own subfolder.
         first: first profiled step, counted from 0; a resumed run that begins later profiles from its own first step.
             The first step of a run includes compilation.
         num_steps: number of profiled steps.
@@ -279,29 +282,29 @@ class Profile(Callback):
         self._is_profiling, self._end_step = False, -1
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Reset the profile in a run that begins before the first profiled step."""
+        """Allow another profile if the run begins at or before the first profiled step."""
         if trainer.step <= self.first:
             self._end_step = -1
 
     def on_step_begin(self, trainer: TrainerView, step: int) -> None:
-        """Start the profile before the first step, once."""
+        """Start the profile before its first step, unless one was already started."""
         if self._end_step < 0 and step >= self.first:
             subfolder = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
             jax.profiler.start_trace(str(self.directory / subfolder))
             self._is_profiling, self._end_step = True, step + self.num_steps
 
     def on_step_end(self, trainer: TrainerView, step: int) -> None:
-        """Stop the profile after the last step has finished on the device."""
+        """Stop the profile after its last step has finished on the device."""
         if self._is_profiling and step >= self._end_step:
             trainer.wait()
             self._stop()
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Stop the profile of a run that ended early."""
+        """Stop a profile that is still running because the run ended early."""
         self._stop()
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """Stop and keep the profile."""
+        """Stop a running profile and keep its data."""
         with contextlib.suppress(RuntimeError):
             self._stop()
 
@@ -315,9 +318,9 @@ class Profile(Callback):
 
 
 class _Monitor(Callback):
-    """Base class that calls `on_plateau` after too many records without improvement; arguments of `EarlyStopping`.
+    """Base class of callbacks that call `on_plateau` when a value of the records no longer improves.
 
-    Mutable: each record changes its best value and its counts.
+    The arguments are those of `EarlyStopping`. Mutable: each record changes the best value and the counts.
     """
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
@@ -331,19 +334,19 @@ class _Monitor(Callback):
 
     @property
     def is_immediate(self) -> bool:
-        """Whether the monitored value is one of a step, whose values are then read before the next step."""
+        """Whether the monitored value is that of a step, not of an evaluation; see `Callback`."""
         return not self.monitor.startswith("eval_")
 
     def on_plateau(self, trainer: TrainerView) -> None:
         """React to a value that no longer improves."""
 
     def state(self) -> dict[str, Any]:
-        """Return the best value, and the number of records since."""
+        """Return the name of the monitored value, the best value, and the counts of records."""
         best = self.best if math.isfinite(self.best) else None
         return {"monitor": self.monitor, "best": best, "waited": self.waited, "num_seen": self._num_seen}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue to wait, unless the state is that of a monitor of another value."""
+        """Restore the best value and the counts, unless the state belongs to another monitored value."""
         if state.get("monitor", self.monitor) == self.monitor:
             self.best = self.best if state["best"] is None else state["best"]
             self.waited, self._num_seen = state["waited"], state.get("num_seen", self._num_seen)
@@ -354,9 +357,9 @@ class _Monitor(Callback):
         self.waited, self._num_seen = 0, 0
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Compare the value. Raise at the first record that should contain it but does not, as with a misspelt name."""
+        """Compare the monitored value; raise `ConfigError` if the first record that should contain it does not."""
         if self.monitor not in record:
-            # A step's record has no value of a later evaluation.
+            # Only a record of the same kind, of a step or of an evaluation, can contain the value.
             is_due = not trainer.has_eval_data or ("eval_loss" in record) == self.monitor.startswith("eval_")
             if not self._num_seen and is_due:
                 names = ", ".join(name for name in record if name not in ("step", "seconds"))
@@ -380,9 +383,9 @@ class EarlyStopping(_Monitor):
 
     Args:
         monitor: name of the value in the records, such as ``eval_loss``.
-        patience: number of tolerated records without improvement; the next one acts (Keras acts one record earlier).
+        patience: number of tolerated records without improvement; the next one stops the run, one later than in Keras.
         min_delta: a change has to exceed this to count as an improvement.
-        mode: ``"min"`` or ``"max"``.
+        mode: whether less (``"min"``) or more (``"max"``) is better.
 
     Raises:
         ConfigError: for another `mode` or a negative number; during a run, when no record has the value.
@@ -404,7 +407,7 @@ class EarlyStopping(_Monitor):
         self._stop = trainer.stop
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue to wait, or stop at once if the run had been stopped."""
+        """Restore the counts; stop the run at once if the saved counts already exceed `patience`."""
         super().resume(state)
         if self.waited > self.patience and self._stop is not None:
             self._stop()
@@ -418,16 +421,16 @@ class ReduceOnPlateau(_Monitor):
     """Reduce the learning rate when a value no longer improves. Mutable: each record changes its counts.
 
     The rate is part of the optimizer's state, so it is saved and restored with the state, and no step is recompiled.
-    ``on_nan="roll_back"`` thus also restores the rate of the copy.
+    So ``on_nan="roll_back"`` also restores the learning rate of the copy.
     For a rate that depends only on the number of steps, use a schedule of Optax instead. For one that depends on the
     loss of every training step, `optax.contrib.reduce_on_plateau` works inside the step.
 
     Args:
         monitor: name of the value in the records, such as ``eval_loss``.
         factor: the rate is multiplied by this number between 0 and 1.
-        patience: number of tolerated records without improvement; the next one acts (Keras acts one record earlier).
+        patience: number of tolerated records without improvement; the next one reduces, one later than in Keras.
         min_delta: a change has to exceed this to count as an improvement.
-        mode: ``"min"`` or ``"max"``.
+        mode: whether less (``"min"``) or more (``"max"``) is better.
         cooldown: number of records after a reduction that are not counted.
         minimum: lower bound of the rate.
 
@@ -459,17 +462,17 @@ class ReduceOnPlateau(_Monitor):
         self._cooling = 0
 
     def state(self) -> dict[str, Any]:
-        """Return the best value, the number of records since, and the remaining cooldown."""
+        """Return the name of the monitored value, the best value, the counts, and the remaining cooldown."""
         return {**super().state(), "cooling": self._cooling}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue to wait."""
+        """Restore the counts and the cooldown, unless the state belongs to another monitored value."""
         super().resume(state)
         if state.get("monitor", self.monitor) == self.monitor:
             self._cooling = state["cooling"]
 
     def on_train_begin(self, trainer: TrainerView) -> None:
-        """Reset the counters, and raise if the optimizer has no rate to reduce."""
+        """Reset the best value and the counters; raise `ConfigError` if the optimizer has no rate to reduce."""
         super().on_train_begin(trainer)
         self._cooling = 0
         opt_state, problem = trainer.state.opt_state, None
@@ -486,14 +489,14 @@ class ReduceOnPlateau(_Monitor):
             raise ConfigError(f"the learning rate cannot be changed, because the optimizer has {problem}", hint=hint)
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Compare the value; records during the cooldown are not counted."""
+        """Compare the monitored value; records during the cooldown are not counted."""
         is_cooling = self._cooling > 0 and self.monitor in record
         super().on_record(trainer, record)
         if is_cooling:
             self._cooling, self.waited = self._cooling - 1, 0
 
     def on_plateau(self, trainer: TrainerView) -> None:
-        """Reduce the learning rate."""
+        """Reduce the learning rate, except during the cooldown."""
         if self._cooling:
             return
         opt_state = trainer.state.opt_state
@@ -506,6 +509,6 @@ class ReduceOnPlateau(_Monitor):
 
 
 def _number(value: Any) -> float:
-    """Return a real number, which may be in an array; NaN for any other value."""
+    """Return a real number or a real scalar array as a float; NaN for any other value."""
     is_real = any(jnp.issubdtype(np.asarray(value).dtype, kind) for kind in (jnp.integer, jnp.floating))
     return float(value) if is_real and np.ndim(value) == 0 else math.nan

@@ -1,8 +1,8 @@
-"""Compiled steps: they place batches, report their bytes before they run, and take one step per call.
+"""Compilation of the training step: one program for each shape of a batch, with a memory report before it runs.
 
-After compilation, the program is checked to reuse every donated buffer, so that exactly one copy of the state is on the
-device. A program that needs more memory than the device has is refused. Each shape of a batch has its own program.
-A pipeline that may change its schedule gets the one that fits the memory of the device best.
+`check_donation` verifies that each program reuses every donated buffer, so exactly one copy of the state is on the
+device. A program that needs more memory than the device has is refused. A pipeline that may change its schedule gets
+the schedule that fits the memory of the device best.
 `analyze_step` and `analyze_naive` compile a step from shapes, before anything is allocated.
 """
 
@@ -67,15 +67,15 @@ from ._step import (
 
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 _MAX_ATTEMPTS = 3
-"""Number of attempts with less memory: each program needs a different amount while a pass runs."""
+"""Number of smaller schedules to try. One may not be enough: each needs a different amount while a pass runs."""
 _MAX_TIME_SHARE = 0.99
-"""A schedule that needs more memory must take less than this share of the time: another compilation takes minutes."""
+"""Largest share of the default's time that a schedule with more memory may take; else a compilation is not worth it."""
 
 
 class CompiledStep:
-    """The step of a trainer, compiled for the shapes of its batches. Mutable: it keeps the programs.
+    """The step of a trainer, compiled for the shapes of its batches. Mutable: it caches the compiled programs.
 
-    `store` holds the arrays of the step.
+    `store` holds the state and the frozen leaves.
     """
 
     def __init__(
@@ -90,17 +90,19 @@ class CompiledStep:
         self._step, self._store, self._sharding, self._processes = step, store, sharding, processes
         self._reschedulable = step if isinstance(step, PipelineStep) and step.can_reschedule else None
         self._num_microbatches = num_microbatches
-        budget_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
-        if budget_bytes is not None:
-            check_integer("budget", budget_bytes, hint='budget="14 GiB", or None for all bytes of the device')
-        self.budget_bytes: int | None = budget_bytes
+        self.budget_bytes: int | None = None
         """Bytes that a step may use on a device; None for all bytes of the device."""
+        self.set_budget(budget)
         self.stages: StageReport | None = None
-        """Report on what each rank of a pipeline holds; available after `preflight`."""
+        """Report on the memory of each rank of a pipeline; None without a pipeline, or before `preflight`."""
         self._programs: dict[Any, _Trial] = {}
         self._reports: dict[int, MemoryReport] = {}
 
-    def set_budget(self, budget_bytes: int | None) -> None:
+    def set_budget(self, budget: int | str | None) -> None:
+        """Set the budget; raise `ConfigError` unless it is None, or a positive number of bytes such as ``"14 GiB"``."""
+        budget_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
+        if budget_bytes is not None:
+            check_integer("budget", budget_bytes, hint='budget="14 GiB", or None for all bytes of the device')
         self.budget_bytes = budget_bytes
 
     @property
@@ -111,7 +113,7 @@ class CompiledStep:
         places = None
         if self._sharding is not None:
             state = self._arguments(None)[: len(DONATED)]
-            # On an abstract mesh, the program runs on the devices of its arguments; `memory` moves those to a target.
+            # On an abstract mesh, the program runs on the devices of its arguments. `memory` may move them to a target.
             places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), state), abstract(self._sharding.replicated())
         return jax.jit(flat_step(step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
@@ -137,7 +139,7 @@ class CompiledStep:
         return report
 
     def _choose(self, build: Callable[[TrainingStep], _Trial], shapes: Tree) -> _Trial:
-        """Compile the step; for a pipeline that can be rescheduled, choose the schedule by the memory left."""
+        """Build the step; if its schedule may change, choose the schedule that fits the memory left on the device."""
         if self._reschedulable is None:
             return build(self._step)
         arrays = jax.tree.map(_to_struct, combine(*self._store.parts))
@@ -154,15 +156,15 @@ class CompiledStep:
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
 
     def run(self, batch: Tree) -> Tree:
-        """Take one step, and return the metrics, on the device."""
+        """Take one step, and return its metrics as device arrays."""
         program, on_device = self.prepare(batch)
-        # No interrupt between the call and `set`: the call consumes the state, and its result would be lost.
+        # No interrupt between the call and `set`: the call donates the old state, so the new one must not be lost.
         with delay_signals():
             metrics = self.dispatch(program, on_device)
         return self._processes.wait_on_cpu(metrics)
 
     def prepare(self, batch: Tree) -> tuple[Any, Tree]:
-        """Return the compiled program of a step, and its batch on the devices; borrow the arrays of an object."""
+        """Return the compiled program of a step and the batch on the devices; borrow the arrays of a `ModelObject`."""
         self._store.refuse_averaged("a step")
         self._store.borrow()
         on_device = self.place(batch)
@@ -171,7 +173,7 @@ class CompiledStep:
         return compiled, on_device
 
     def dispatch(self, program: Any, on_device: Tree) -> Tree:
-        """Run a prepared step, store its state, and return the metrics; the caller delays signals meanwhile."""
+        """Run a prepared step, store the new state, and return the metrics; the caller has to delay signals."""
         trainable, opt_state, mutable, step, metrics = called(program, *self._arguments(on_device))
         self._store.set(TrainState(step, trainable, opt_state, mutable))
         return metrics
@@ -183,7 +185,7 @@ class CompiledStep:
         return self._sharding.batch(batch, self._num_microbatches if is_training else None)
 
     def compile(self, batch: Tree) -> Any:
-        """Compile the step for batches of this shape, and check that it reuses every donated buffer."""
+        """Return the program for batches of this shape; when it is new, check that it reuses every donated buffer."""
         key = self._key(batch)
         if key not in self._programs:
             trial = self._choose(lambda step: self._compile_trial(step, batch), batch)
@@ -205,7 +207,7 @@ class CompiledStep:
         return self._programs[key].program
 
     def _compile_trial(self, step: TrainingStep, batch: Tree) -> _Trial:
-        """Compile a step for this hardware, with a memory report where a schedule is chosen by it."""
+        """Compile a step for this hardware; add a memory report if the schedule may change."""
         with warnings.catch_warnings():
             # JAX only warns about buffers that it cannot reuse, without a path. `check_donation` raises, with a path.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -231,13 +233,13 @@ class CompiledStep:
         return self._programs[key].step if key in self._programs else self._step
 
     def _key(self, batch: Tree) -> Any:
-        """Return the cache key of a program: shapes of batches, and the budget where a schedule is chosen by it."""
+        """Return the cache key of a program: the shapes of the batch, and the budget if the schedule may change."""
         leaves, structure = jax.tree.flatten(batch)
         budget = None if self._reschedulable is None else self.budget_bytes
         return structure, budget, *[(leaf.shape, leaf.dtype, multi_device_sharding(leaf)) for leaf in leaves]
 
     def _shapes(self, batch: Tree) -> Tree:
-        """Return the shapes that a batch will have on the device; leaves that are there already keep theirs."""
+        """Return the shapes and shardings that a batch will have on the device."""
         if self._sharding is None:
             return argument_shapes(batch)
         self._processes.agree_on_batch(batch := numbers(batch))
@@ -268,23 +270,23 @@ def _to_struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Trial(NamedTuple):
-    """A compiled step."""
+    """A step that was compiled with one schedule, and its memory."""
 
     step: TrainingStep
     program: Any
-    """The result of the compilation: the compiled program, or the error of a step that does not fit."""
+    """The compiled program, the error of a step that does not fit, or None if only the memory was analysed."""
     report: MemoryReport | None
-    """Memory report of the program; None where it was not requested."""
+    """Memory report of the program; None if it was not requested."""
     free_bytes: int | None
-    """Bytes left on a device, negative where the step is too large, None where unknown. The same in all processes of a
+    """Bytes left on a device, negative if the step is too large, None if unknown. The same in all processes of a
     run."""
 
 
 def _choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], _Trial], arrays: Tree, batch: Tree) -> _Trial:
-    """Return a trial of the step itself, or of one with another schedule that fits the device's memory better.
+    """Return a trial of the step, or of the step with another schedule that fits the device's memory better.
 
-    If `step` does not fit, the other one keeps less between passes (the smallest one, if several do not fit). If memory
-    is left, the other one ends sooner.
+    If `step` does not fit, the new schedule keeps fewer bytes between passes; if no attempt fits, the smallest one is
+    returned. If memory is left, the new schedule ends sooner.
     """
     best = default = build(step)
     if default.free_bytes is None:
@@ -296,8 +298,8 @@ def _choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], _Trial]
             return default
         return default if ((trial := build(larger[0])).free_bytes or 0) < 0 else trial
     for _ in range(_MAX_ATTEMPTS):
-        # If a schedule cannot save all missing bytes, it may save a part: the memory that running passes need shrinks,
-        # too.
+        # If no schedule saves all missing bytes, one that saves a part may still fit, because running passes need less
+        # memory, too.
         options = (_reschedule(best, int(part * (best.free_bytes or 0)), arrays, batch) for part in (1, 0.5, 0.25))
         smaller = next((option for option in options if option is not None), None)
         if smaller is None or ((trial := build(smaller[0])).free_bytes or 0) <= (best.free_bytes or 0):
@@ -310,7 +312,7 @@ def _choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], _Trial]
 
 
 def _reschedule(trial: _Trial, extra_bytes: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
-    """Return a step that keeps at most `extra_bytes` more between passes (fewer where it is negative), or None."""
+    """Return the step and report of a schedule that keeps at most `extra_bytes` (also negative) more, or None."""
     assert isinstance(trial.step, PipelineStep)
     counted, compiled = (trial.step.report(arrays, batch, memory).waiting_bytes for memory in (None, trial.report))
     # A schedule counts arrays as whole even where the compiler shards them, so the limit is scaled to that count.
@@ -325,7 +327,7 @@ def _reschedule(trial: _Trial, extra_bytes: int, arrays: Tree, batch: Tree) -> t
 
 
 def _warn_slower(before: StageReport, after: StageReport) -> None:
-    """Warn about a step that saves memory and takes longer."""
+    """Warn if the schedule that saves memory takes longer."""
     if after.time_over_ideal > before.time_over_ideal / _MAX_TIME_SHARE:
         warnings.warn(
             f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "
@@ -352,7 +354,7 @@ def step_job(
     num_microbatches: int = 1,
     weight: Callable[[Tree], Any] | None = None,
 ) -> Job:
-    """Return the step that `Trainer` would run, with the shapes of its arguments.
+    """Return a `lowtide.memory.Job` for the step that `Trainer` would run, with shapes instead of arrays.
 
     Args:
         model: the model, or its shapes (`jax.eval_shape` of its constructor).
@@ -361,10 +363,11 @@ def step_job(
         wrt: selects the trainable leaves.
         batch: a batch, or shapes of one.
         num_microbatches: number of parts of the batch, as in `Trainer`.
-        weight: weight of a microbatch, as in `Trainer`.
+        weight: function of a batch that returns its weight, as in `Trainer`.
 
     Returns:
-        The job, with the roles ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
+        The job, with one role (the name of an argument in a memory report) for each argument of the step:
+        ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
 
     Raises:
         SelectionError: when `wrt` selects nothing, or a leaf that cannot be differentiated.
@@ -428,7 +431,7 @@ def analyze_naive(
     weight: Callable[[Tree], Any] | None = None,
     target: Target | str | None = None,
 ) -> MemoryReport:
-    """Return the compiled bytes of a training step that differentiates and optimises the whole model.
+    """Compile a naive training step, which differentiates and optimises the whole model, and report its bytes.
 
     Args:
         model: the model, or its shapes.
@@ -437,7 +440,7 @@ def analyze_naive(
         wrt: selects the trainable leaves; all others are put behind `jax.lax.stop_gradient`.
         batch: a batch, or shapes of one.
         num_microbatches: number of parts of the batch, as in `Trainer`.
-        weight: weight of a microbatch, as in `Trainer`.
+        weight: function of a batch that returns its weight, as in `Trainer`.
         target: the hardware to compile for; None for the hardware at hand.
 
     Returns:
@@ -475,12 +478,12 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _placed_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of a leaf of the trainer's step; a leaf in host memory stays there."""
+    """Return the shape of a leaf, with its sharding if it is in host memory or on several devices."""
     return _to_struct(leaf) if memory_space(leaf) == jax.memory.Space.Host else _shape(leaf)
 
 
 def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
-    """Return shapes of an optimizer's state, in host memory where `lowtide.offload.optimizer` keeps it."""
+    """Return the shapes of an optimizer's state; leaves that `lowtide.offload.optimizer` moves are in host memory."""
     shapes = jax.eval_shape(tx.init, params)
     default_sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.tree.map(

@@ -1,7 +1,8 @@
-"""Batches in the order of a run, by step number or from an iterable, epoch after epoch; and weights of examples.
+"""Training data: the position of a run in its batches, batches of arrays, and weights of examples.
 
-Data with batches by step number resumes at any step. An iterator resumes from its own state if it has one (a Grain
-iterator's ``get_state``). Otherwise the batches that were already used are skipped.
+Data is either indexed by step number or an iterable that is read once per epoch. Data by step number resumes at any
+step. An iterator resumes from its own state if it has one (``get_state`` of Grain). Otherwise the batches that were
+already used are skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class StepData(Protocol):
 
 
 class DataEnd(enum.Enum):
-    """Values returned in place of a batch."""
+    """Values that `DataCursor.next` returns in place of a batch."""
 
     EPOCH = "end of epoch"
     RUN = "end of run"
@@ -39,7 +40,7 @@ class DataEnd(enum.Enum):
 class DataCursor:
     """Position of a run in its training data. Mutable: every batch moves it.
 
-    The data ends after `num_steps` or `num_epochs`, whichever comes first.
+    The run ends after `num_steps` or `num_epochs`, whichever comes first; None means no such limit.
     """
 
     def __init__(self, data: StepData | Iterable[Tree], num_steps: int | None, num_epochs: int | None) -> None:
@@ -67,16 +68,16 @@ class DataCursor:
         self._index_in_epoch = 0
         self.epoch = 0
         self._batch_position: tuple[int | None, dict[str, Any]] = None, {}
-        """A step and the position of its batch; set before the batch is read."""
+        """Number of a step and the position of its batch; set before the batch is read."""
         self._last_batch: list[Any] = []
-        """The last batch, if the iterator cannot return it again."""
+        """The last batch, if the iterator cannot return it again; otherwise empty."""
         self._unused_batch: list[Any] = []
-        """A batch that was read without a step on it, and so is the next one."""
+        """A batch that was read but not trained on, and comes next; otherwise empty."""
         self._end_position: Mapping[str, Any] | None = None
         self._is_rolled_back = False
 
     def end_run(self, step: int, position: Mapping[str, Any]) -> None:
-        """End the run after `step` steps; a batch that was read without a step on it comes first in the next run."""
+        """End the run after `step` steps; a batch that was read but not trained on comes first in the next run."""
         self._end_position = position
         if step == self._batch_position[0] and self._last_batch:
             self._unused_batch, self._last_batch = self._last_batch, []
@@ -85,7 +86,7 @@ class DataCursor:
             self.close()
 
     def end_after_rollback(self, position: Mapping[str, Any] | None) -> None:
-        """End the run after a rollback to `position`, the trainer's own; the run's iterator cannot continue there."""
+        """End the run after a rollback to the restored `position`, from which its iterator cannot continue."""
         self._end_position, self._is_rolled_back = position, True
         self.close()
 
@@ -95,9 +96,10 @@ class DataCursor:
         self._close(iterator)
 
     def continue_from(self, previous: DataCursor | None, position: Mapping[str, Any] | None) -> bool:
-        """Continue with the iterator of the previous run, or with other data; return False if `start` has to be called.
+        """Continue where the previous run ended, or begin a new iterable; return False if `start` has to be called.
 
-        `position` is the trainer's. After a restore it differs from the end of that run. It is not used for other data.
+        `position` is the object that the trainer stores. If the previous run did not store this object, the trainer was
+        restored since, and the result is False. A new iterable begins with its first batch.
         """
         if previous is None or previous._end_position is not position:
             return False
@@ -137,13 +139,13 @@ class DataCursor:
 
     @property
     def num_steps(self) -> int | None:
-        """Step at which the run ends, or None where that is unknown."""
+        """Step at which the run ends, or None if unknown."""
         ends = [self._num_steps]
         ends.append(self._num_epochs * self._length if self._num_epochs is not None and self._length else None)
         return min((end for end in ends if end is not None), default=None)
 
     def start(self, step: int, position: Mapping[str, Any] | None = None) -> None:
-        """Move to the batch after `step` steps, at the `position` saved there; raise `DataError` where that fails."""
+        """Move to the batch after `step` steps; `position` was saved there, if any. Raise `DataError` on failure."""
         if self._is_indexed:
             if self._length:
                 self.epoch, self._index_in_epoch = divmod(step, self._length)
@@ -182,7 +184,10 @@ class DataCursor:
                 )
 
     def position(self, step: int | None = None) -> dict[str, Any]:
-        """Return the position in the data as JSON: before the batch after `step` steps, even if it was already read."""
+        """Return the position in the data, as plain values for JSON.
+
+        If the batch that follows `step` steps was already read, this is the position before that batch.
+        """
         if step is not None and step == self._batch_position[0]:
             return {**self._batch_position[1]}
         state = self._iterator.get_state() if hasattr(self._iterator, "get_state") else None
@@ -228,7 +233,7 @@ class DataCursor:
 
     def _close(self, iterator: Any) -> None:
         """Close an iterator that the cursor has made."""
-        # For a dropped Grain iterator, the garbage collector would wait for its threads, in any thread.
+        # If a Grain iterator is only dropped, the garbage collector waits for its threads, in any thread.
         if iterator is not self._data and hasattr(iterator, "close"):
             iterator.close()
 
@@ -239,7 +244,7 @@ IN_ORDER = "seed=None, drop_remainder=False"
 
 def refuse_arrays(data: Any) -> None:
     """Raise `DataError` for arrays, and for other objects that cannot be a series of batches."""
-    is_pair = isinstance(data, tuple) and any(map(_is_array, data))  # (x, y), whole
+    is_pair = isinstance(data, tuple) and any(map(_is_array, data))  # (x, y): whole arrays
     if is_pair or isinstance(data, Mapping) or _is_array(data) or not isinstance(data, StepData | Iterable):
         kind = "a tuple of arrays" if is_pair else type(data).__name__
         hint = f"lowtide.train.array_data splits arrays ({IN_ORDER} keeps their order); pass one batch as [batch]"
@@ -247,7 +252,7 @@ def refuse_arrays(data: Any) -> None:
 
 
 def _is_array(data: Any) -> bool:
-    """Return whether `data` is an array, a tensor of another library, or a table of columns."""
+    """Return whether `data` is an array, a tensor of another library, or a data frame."""
     return isinstance(data, np.ndarray | jax.Array) or (hasattr(data, "__array__") and hasattr(data, "shape"))
 
 
@@ -261,24 +266,24 @@ def _decode_state(state: Any) -> Any:
 
 
 def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_remainder: bool = True) -> Any:
-    """Return batches of arrays, shuffled again in every epoch.
+    """Return batches of arrays, shuffled anew in every epoch unless `seed` is None.
 
     Args:
-        arrays: a pytree of arrays. Their first axes, of one length, are the elements.
+        arrays: a pytree of arrays, whose first axes have one length: the number of elements.
         batch_size: number of elements in a batch.
         seed: seed of the order; None keeps the order of the arrays.
         drop_remainder: drop the last elements if they do not fill a batch (such a batch would need another
             compilation).
 
     Returns:
-        A `grain.MapDataset` of one epoch's batches, for ``fit(..., num_epochs=...)``.
+        A `grain.MapDataset` with the batches of one epoch, for ``fit(..., num_epochs=...)``.
 
     Raises:
-        DataError: when first axes differ, or no batch can be filled.
+        DataError: for leaves that are no arrays or have no axis, for different lengths, or if no batch can be filled.
         ConfigError: when Grain is not installed.
 
     Memory:
-        The arrays stay where they are; one batch at a time is gathered.
+        NumPy arrays are not copied; JAX arrays on an accelerator are copied to the host. Batches are gathered singly.
 
     Examples:
         >>> data = array_data({"x": np.arange(6.0), "y": np.arange(6)}, batch_size=2, seed=None)
@@ -315,27 +320,27 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
 def example_weights(
     labels: Any, class_weight: Mapping[int, float] | Sequence[float], sample_weight: Any | None = None
 ) -> Any:
-    """Return the weight of each element: the weight of its class times its own.
+    """Return the weight of each element: the weight of its class times its `sample_weight`.
 
-    A loss function uses the weights for a weighted mean, and `Trainer` gets their sum. Means over microbatches and over
-    the batches of an evaluation are then means over all elements:
+    Use the weights for a weighted mean in the loss function, and pass their sum to `Trainer`. Means over microbatches
+    and over the batches of an evaluation are then means over all elements:
     ``Trainer(..., weight=lambda batch: jnp.sum(example_weights(batch["y"], class_weight)))``.
 
     Args:
-        labels: classes as integers, of any shape. Floating-point labels are one-hot [..., C] (the largest counts), or
-            binary, [B] or [..., 1], and rounded.
+        labels: integer classes of any shape. Floating-point labels are either one-hot, [..., C], and the class is
+            their argmax; or binary, [B] or [..., 1], and are rounded.
         class_weight: a mapping from class to weight; a class that is not in it has weight 1, as in Keras
             (``{-1: 0.0}`` leaves padding out). Or a sequence with a weight for each of the classes 0 to C - 1.
-        sample_weight: float [...], weights of the elements, or None.
+        sample_weight: weights of the elements, of the shape of the classes; None for 1.
 
     Returns:
-        float32 [...]: a JAX array if `labels` or `sample_weight` is one, else a NumPy array.
+        float32, of the shape of the classes: a JAX array if `labels` or `sample_weight` is one, else a NumPy array.
 
     Raises:
         ConfigError: when `class_weight` is empty, negative, not finite, or has classes that are not integers.
         DataError: when a label is not one of the C classes of a sequence, or a sample's weight is negative or not
             finite. JAX arrays are not checked: such a label has weight NaN, which `Trainer`'s ``on_nan`` detects.
-        StructureError: when `sample_weight` has another shape than the classes.
+        StructureError: when the shape of `sample_weight` differs from that of the classes.
 
     Examples:
         >>> example_weights(np.array([0, 1, 1]), {1: 5.0}).tolist()

@@ -1,4 +1,4 @@
-"""Computations that leave the model unchanged: means over batches, and outputs on the host."""
+"""Evaluation and prediction: means of the loss and metrics over batches, and outputs of the model on the host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ._state import TrainStateStore
 from ._step import TrainingStep, scalar_weight, weighted
 
 _EVALUATION_FOLD = 2**31 - 1
-"""A number that no step has."""
+"""Number folded into the random keys of evaluations, instead of the number of a step."""
 
 
 def _call_model(model: Any, *batch: Tree) -> Any:
-    """Return the model's own output for a batch; refuse a model that is not callable, or takes a state (Equinox)."""
+    """Return ``model(batch)``; raise `ConfigError` if the model is not callable or also takes a state (Equinox)."""
     if len(batch) == 1 and callable(model):
         return model(*batch)
     arguments = "model, batch" if len(batch) == 1 else "model, state, batch"
@@ -30,9 +30,9 @@ def _call_model(model: Any, *batch: Tree) -> Any:
 
 
 class Evaluation:
-    """The compiled functions of evaluation and prediction. Mutable: it caches one function.
+    """The compiled functions of evaluation and prediction. Mutable: it caches the last function of a prediction.
 
-    Without `weight`, a batch weighs its number of rows.
+    Without `weight`, the weight of a batch is the number of rows of its first array.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Evaluation:
         self._cache: tuple[Any, Any] | None = None
 
     def means(self, data: Iterable[Tree]) -> dict[str, float]:
-        """Return weighted means of loss and metrics, summed on the device and read once."""
+        """Return the weighted means of the loss and metrics; the device adds them up, and the host reads them once."""
         refuse_arrays(data)
         parts, count, sums = self._store.parts, self._store.state.step, None
         for index, batch in enumerate(self._processes.batches(data)):
@@ -70,7 +70,7 @@ class Evaluation:
         return {name: float(value / weights) for name, value in values.items()}
 
     def outputs(self, data: Iterable[Tree], fn: Callable[..., Any] | None) -> Iterator[Any]:
-        """Return an iterator of a function's outputs on the host; the next batch is dispatched before one is read."""
+        """Return an iterator of a function's outputs; the next batch is dispatched before the host reads an output."""
         refuse_arrays(data)
         target: Callable[..., Any] = self._default_fn if fn is None else fn
         if self._cache is None or self._cache[0] is not target:
@@ -83,7 +83,7 @@ class Evaluation:
         for batch in self._processes.batches(data):
             if self._store.is_averaged != is_averaged:
                 raise StateError("predict_batches was called inside of averaged and is read outside, or the reverse")
-            # The current leaves, because steps may run between two batches. A local variable would keep them alive.
+            # Read the leaves for each batch, because steps may run in between. A variable would keep old leaves alive.
             outputs = run(self._store.parts, self._compiled.place(batch, is_training=False))
             pending.append(self._processes.wait_on_cpu(outputs))
             if len(pending) > 1:
@@ -100,8 +100,8 @@ class Evaluation:
 
 
 def _num_rows(batch: Tree) -> int:
-    """Return the weight of a batch in a mean over all elements: the number of rows of its first array."""
-    # A rule that depends on whether leaves agree could weigh two batches of one evaluation differently.
+    """Return the default weight of a batch: the number of rows of its first array, or 1 if it has no array."""
+    # A rule that compares the lengths of leaves could choose different rules for two batches of one evaluation.
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
 
 

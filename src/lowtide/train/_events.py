@@ -1,4 +1,4 @@
-"""Events of a run, as a session yields them; notes on exceptions; the line of the user's code for a warning."""
+"""Events that `Session` yields during a run; helpers for exception notes, warnings and printed losses."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Record = dict[str, float | int]
 
 
 class Event(NamedTuple):
-    """Something that has happened or is about to; `Callback` has a hook ``on_...`` for all but resume and rollback."""
+    """An event of a run; `Callback` has a hook ``on_<name>`` for every event except resume and rollback."""
 
     name: Literal[
         "train_begin",
         "resume",  # the saved states of callbacks, by name
         "preflight",  # the memory report of the step
         "epoch_begin",  # the number of the epoch
-        "epoch_end",
+        "epoch_end",  # the number of the epoch
         "step_begin",  # steps taken so far
-        "step_end",
+        "step_end",  # steps taken so far, including this one
         "record",  # the values of a step, or of an evaluation
         "rollback",  # the step of the restored weights
         "evaluate_begin",
-        "evaluate_end",  # the means
+        "evaluate_end",  # the mean loss and metrics
         "predict_begin",
         "predict_end",
-        "checkpoint",  # its step
+        "checkpoint",  # the step of the checkpoint
         "exception",  # the exception that ends the run
         "train_end",
     ]
@@ -43,7 +43,7 @@ class Event(NamedTuple):
 
 @contextlib.contextmanager
 def note_failure(error: BaseException, action: str) -> Generator[None]:
-    """Run a block after an exception; if the block fails, add a note to that exception."""
+    """Run a ``with`` block while `error` is handled; if the block raises an `Exception`, only add a note to `error`."""
     try:
         yield
     except Exception as failure:
@@ -51,7 +51,7 @@ def note_failure(error: BaseException, action: str) -> Generator[None]:
 
 
 def user_stacklevel() -> int:
-    """Return the `stacklevel`, for the caller, of the nearest line outside of this package."""
+    """Return the `stacklevel` with which a caller's `warnings.warn` points to the nearest line outside this package."""
     package_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(package_prefixes):
@@ -65,7 +65,7 @@ class LossLines:
     Mutable: it stores when it last chose a step.
 
     Args:
-        num_steps: the step at which the run ends. If None, each 100th step is chosen, instead of each tenth of the run.
+        num_steps: the step at which the run ends. The interval is a tenth of the run, or 100 steps for None.
     """
 
     def __init__(self, num_steps: int | None) -> None:
@@ -73,7 +73,10 @@ class LossLines:
         self._last: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether to print: at the first step, at each tenth of the run, and after every minute."""
+        """Return whether to print the loss of a step; if so, store the current time.
+
+        The result is True for the first call, for steps at the interval, and over 60 seconds after the last True.
+        """
         now = time.monotonic()
         is_due = self._last is None or step % self._interval == 0 or now - self._last > 60
         if is_due:

@@ -1,8 +1,8 @@
 """The training loop: `Session` yields the events of a run; `Run` passes each to the callbacks, then to the user's loop.
 
-The values of a step are read one step later, so the device never waits for the host to read a loss. The exception is
-`is_immediate`: callbacks that change the training by the values. An interrupt may come between any two lines. So the
-state records which work is done, not the position in the loop.
+The values of a step, its loss and metrics, are read one step later, so the device never waits for the host. They are
+read at once if a callback changes the training according to them (`is_immediate`). An interrupt may come between any
+two lines. So the attributes of `Session` record which work is done, not the position in the loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .checkpoint import RunMetadata, Snapshots
 _STOP, _TERMINATE = 1, 2
 """Actions that a process may request of all processes; the higher one has priority."""
 _SINGLE_PASS_MODULES = {"builtins", "itertools", "grain"}
-"""Iterators from these modules cannot be restarted. A user's loader may be its own iterator and restart."""
+"""Iterators from these modules cannot be restarted. Another class, such as a user's loader, may restart itself."""
 
 
 class FitOptions(TypedDict, total=False):
@@ -79,26 +79,26 @@ class Run:
         return self._session.records
 
     def stop(self) -> None:
-        """End after the current step, as if it were the last one: with an evaluation and a checkpoint.
+        """End the run after the current step, as if it were the last one: with an evaluation and a checkpoint.
 
         Raises:
-            StateError: outside of its ``with`` block.
+            StateError: outside of the run's ``with`` block.
         """
         self._refuse_closed("stopped")
         self._session.stop()
 
     def settle(self) -> None:
-        """Read the values of all steps so far; callbacks receive their events now, the loop afterwards.
+        """Read the values of all steps so far; callbacks receive the resulting events now, and the loop does later.
 
         Raises:
-            StateError: outside of its ``with`` block.
-            NonFiniteError: for a loss that is not finite, depending on `on_nan`.
+            StateError: outside of the run's ``with`` block.
+            NonFiniteError: for a loss, gradients or weights that are not finite, depending on `on_nan`.
         """
         self._refuse_closed("settled")
         self._session.deliver()
 
     def close(self) -> None:
-        """Close the run: it yields no further event, because its state is no longer protected."""
+        """Close the run: it yields no further event, and `stop` and `settle` raise."""
         self._is_closed = True
 
     def __iter__(self) -> Iterator[Event]:
@@ -132,9 +132,9 @@ class _DispatchedStep(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class Session:
-    """One run, to be iterated once, inside of `running`. Mutable: every step changes it.
+    """One run of `Trainer.fit`; iterate it once, inside of `running`. Mutable: every step changes it.
 
-    `Trainer.fit` lists the errors of its arguments.
+    `Trainer.fit` describes the arguments and lists their errors.
     """
 
     store: TrainStateStore
@@ -144,10 +144,10 @@ class Session:
     nan_policy: NonFinitePolicy
     evaluation: Evaluation
     listeners: Listeners
-    """The callbacks: notified from here of events that no iteration yields. A checkpoint keeps their states."""
+    """The callbacks. The session saves their states, and notifies them of events that its iteration does not yield."""
     cursor: DataCursor
     previous: DataCursor | None = None
-    """Data of the run before (its `final_cursor`)."""
+    """The `final_cursor` of the previous run, if any."""
     eval_data: Iterable[Tree] | None = None
     eval_every: int | None = None
     checkpoint_every: int | None = None
@@ -157,17 +157,17 @@ class Session:
         step, metadata = self.store.step, self.snapshots.metadata
         self.records: list[Record] = []
         self.final_cursor: DataCursor | None = None
-        """The data at the end of the run, for the run that continues."""
+        """The cursor when the run has ended, for a run that continues; until then None."""
         self.is_over = False
         """Whether the last step was taken, or an exception has ended the run."""
         self.is_closed = False
         """Whether `running` has ended."""
         self.is_stopped = False
         position = metadata.position or {}
-        # Callbacks that continue at step 0 after a failure may have counted its evaluation, as the position then says.
+        # After a failure at step 0, callbacks may have counted the evaluation of step 0 already; `position` tells.
         is_first = step == 0 and metadata.callbacks is None
         self._due_step: int | None = step if is_first or position.get("evaluate", step == 0) else None
-        """Step of an evaluation that is still to come and that no rule (`eval_every`, the last step) covers."""
+        """Step of an evaluation that is still due and not implied by `eval_every` or by the last step; None if none."""
         if not self.cursor.continue_from(self.previous, metadata.position):
             self.cursor.start(step, metadata.position)
         self._batch: Tree = None
@@ -181,7 +181,7 @@ class Session:
         """Steps whose values were not read yet."""
         self._last_finish_time = 0.0
         self._requested_action = 0
-        """Highest action requested by any process, as far as it was read; equal in all processes."""
+        """Highest action requested by any process until the last step that was read; equal in all processes."""
         self._start_step = step
         is_evaluated = position.get("evaluated_at") == step and not (is_first or self.store.is_edited)
         self._evaluated_step: int | None = step if is_evaluated else None
@@ -190,7 +190,7 @@ class Session:
         self._is_started = False
         """Whether callbacks were notified of the beginning."""
         self._has_resumed = False
-        """Whether callbacks have received their state from a checkpoint."""
+        """Whether callbacks have received the event ``resume``, with their states if there are any."""
         self._is_waiting = False
         """Whether the run only waits for its checkpoints."""
         self._sigterm = SigtermMonitor(is_alone=self.processes.count == 1)
@@ -199,15 +199,15 @@ class Session:
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """Iterate the run inside this context: signals wait for steps, and an exception leaves a valid state."""
+        """Protect the run while it is iterated: signals wait for steps, and an exception leaves a valid state."""
         notify = self.listeners.notify
         try:
             with self._sigterm, install_handlers(), self.processes.watched():
                 try:
                     yield
-                    if self._deferred_error is not None:  # the loop was left at the record of the failed step
+                    if self._deferred_error is not None:  # the user's loop ended at the record of a failed step
                         raise self._deferred_error
-                    if not self.is_over:  # the loop was left early: the state has to be valid then, too
+                    if not self.is_over:  # the user's loop ended early: the state has to be valid, too
                         for events in (self.settle(), self._save_best()):
                             for event in events:
                                 notify(event)
@@ -227,20 +227,20 @@ class Session:
             self.close()
 
     def close(self) -> None:
-        """End the protection of the state; the run cannot be iterated any more."""
+        """Mark the run as closed: it cannot be iterated, stopped or settled any more."""
         self.is_closed = True
 
     def stop(self) -> None:
         self.is_stopped = True
 
     def metadata(self) -> RunMetadata:
-        """Return the metadata of the state: the position of the data, and the states of callbacks."""
+        """Return the metadata of the state: the position in the data, and the states of callbacks."""
         position = self._position() if self.final_cursor is None else self.snapshots.metadata.position
         callbacks = self.listeners.states() if self._has_resumed else self.snapshots.metadata.callbacks
         return RunMetadata(position, callbacks)
 
     def deliver(self) -> None:
-        """Read the values of all steps so far; callbacks receive their events now, the loop afterwards."""
+        """Read the values of all steps so far; callbacks receive the resulting events now, and the loop does later."""
         self.listeners.flush()
         for event in self.settle():
             self.undelivered.append(event)
@@ -249,13 +249,13 @@ class Session:
     def save(self) -> bool:
         """Start to write a checkpoint of the state and `metadata`; return whether one is written."""
         self.snapshots.prepare_save()
-        self.deliver()  # restores an earlier state if the last steps made it non-finite
+        self.deliver()  # restores an earlier state if that of the last steps is not finite
         return self.snapshots.save(self.metadata())
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield what happens, in order; see `Event`."""
+        """Train, and yield the events in order; see `Event`."""
         self._check_processes()
         self._is_started = True
         yield Event("train_begin")
@@ -340,7 +340,7 @@ class Session:
         """Dispatch a step to the device; its values are pending from then on."""
         started = time.perf_counter()
         program, on_device = self.compiled.prepare(batch)
-        with delay_signals():  # an interrupt in here would lose the values of a step that the state contains
+        with delay_signals():  # an interrupt here would lose the values of a step that the state already includes
             metrics = self.compiled.dispatch(program, on_device)
             self._pending.append(_DispatchedStep(step + 1, metrics, started))
         self.processes.wait_on_cpu(metrics)
@@ -353,13 +353,12 @@ class Session:
         if not self.eval_every:
             self._due_step = step
             yield from self._evaluate()
-        self.store.give_back()  # the object holds its arrays between two epochs
+        self.store.give_back()  # a mutable object holds its arrays between epochs
         yield Event("epoch_end", self.cursor.epoch - 1)
         self.snapshots.take(self.metadata())  # after the hooks, which may change the model at the end of an epoch
 
     def settle(self, num_pending: int = 0) -> Iterator[Event]:
-        """Read the values of all steps but the last `num_pending`, and restore an earlier state if they require it."""
-        # A step starts on the device once it was dispatched and the step before it has ended (see `_make_record`).
+        """Read the values of all steps but the last `num_pending`; `nan_policy` may restore an earlier state."""
         while len(self._pending) > num_pending:
             sent = self._pending[0]
             # float() blocks until the device has computed the value.
@@ -386,6 +385,7 @@ class Session:
             yield Event("rollback", step)
 
     def _make_record(self, sent: _DispatchedStep, values: Mapping[str, float]) -> Record:
+        # A step starts on the device once it is dispatched and the previous step has ended.
         start_time, self._last_finish_time = max(sent.started, self._last_finish_time), time.perf_counter()
         return {"step": sent.step, **values, "seconds": self._last_finish_time - start_time}
 
@@ -395,7 +395,7 @@ class Session:
 
     def _evaluate(self) -> Iterator[Event]:
         step = self.store.step
-        if self.eval_data is None or self._evaluated_step == step:  # the same in all processes
+        if self.eval_data is None or self._evaluated_step == step:  # all processes agree on this
             return
         if self.processes.any(self._sigterm.has_arrived):
             self._requested_action = _TERMINATE
@@ -416,7 +416,7 @@ class Session:
         checkpoints = self.snapshots.checkpoints
         self._is_best = checkpoints is not None and checkpoints.evaluated(step, record)
         self.store.mark_evaluated()
-        self._evaluated_step = step  # before the hooks: an interrupt in one must not make them count it twice
+        self._evaluated_step = step  # before the hooks: after an interrupt, they must not count it again
         yield self._record_event(record)
         yield from self._save_best()
 
@@ -426,7 +426,7 @@ class Session:
             yield Event("checkpoint", self.store.step)
 
     def _is_due(self, step: int) -> bool:
-        """Return whether the evaluation of a step is still to come."""
+        """Return whether the evaluation of a step is still due."""
         if self._evaluated_step == step or step < self._start_step:
             return False
         every, last_step = self.eval_every, self.cursor.num_steps
@@ -444,7 +444,7 @@ class Session:
             self.snapshots.checkpoints.wait()
 
     def _position(self) -> dict[str, Any]:
-        """Return the position of the data at the state's step, and whether an evaluation is due there."""
+        """Return the position in the data at the state's step, and whether an evaluation is due there."""
         step = self.store.step
         if self.eval_data is None:
             return self.cursor.position(step)
@@ -452,7 +452,7 @@ class Session:
         return {**self.cursor.position(step), "evaluate": self._is_due(step), **evaluated}
 
     def _store_position(self, error: BaseException | None = None) -> None:
-        """Store the position of the data for a run that continues, and after an exception the states of callbacks."""
+        """Store the position in the data for a run that continues; after an exception, also the states of callbacks."""
         if self.nan_policy.has_rolled_back:
             self.cursor.end_after_rollback(self.snapshots.metadata.position)
         else:
@@ -461,7 +461,7 @@ class Session:
             self.cursor.end_run(self.store.step, self.snapshots.metadata.position or {})
         self.final_cursor = self.cursor
         if error is not None and self._has_resumed and not self.nan_policy.has_rolled_back:
-            # Last: if a callback's state raises, the position of the data must not be lost.
+            # Last: if a callback's `state` raises, the position in the data must not be lost.
             self.snapshots.set_metadata(self.snapshots.metadata._replace(callbacks=self.listeners.states()))
 
     # --- after an exception ----------------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ class Session:
     def _handle_exception(self, error: BaseException) -> Iterator[Event]:
         """Restore a valid state after an exception, and save it if it is worth saving."""
         self.processes.fail()
-        is_alone = self.processes.count == 1  # saving and restoring need all processes, which may not come
+        is_alone = self.processes.count == 1  # saving and restoring need all processes
         yield from self._read_pending(error, is_alone)
         was_alive = self.snapshots.is_alive()
         if was_alive and is_alone and not self.nan_policy.has_rolled_back and not self.is_over:
@@ -489,12 +489,12 @@ class Session:
         if self.nan_policy.has_rolled_back or not self.is_over:
             with note_failure(error, "leaving the data"):
                 self._store_position(error)
-        if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # Ctrl-C ends the waiting
+        if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # Ctrl-C ends the wait
             with note_failure(error, "the checkpoint"):
                 self._wait()
 
     def _read_pending(self, error: BaseException, is_alone: bool) -> Iterator[Event]:
-        """Yield the records that were not read yet, and restore an earlier state if the last step requires it."""
+        """Yield the records of the pending steps; `nan_policy` may restore an earlier state."""
         pending, self._pending = self._pending, []
         events: list[Event] = []
         for sent in pending:
@@ -505,14 +505,14 @@ class Session:
             record = self._make_record(sent, values)
             self.nan_policy.handle_last_step(error, sent.step, values, is_alone=is_alone)
             events.append(self._record_event(record, error))
-        yield from events  # last: a hook that saves at a record saves a state that `nan_policy` has checked
+        yield from events  # last: a hook may save the state, which `nan_policy` has to check first
 
     def _is_worth_saving(self, error: BaseException) -> bool:
         if self.nan_policy.has_nonfinite_values or self.nan_policy.has_rolled_back or self.is_over:
             return False
         if isinstance(error, NonFiniteError):
             return self.nan_policy.has_dropped_update
-        # A bug of the script that shows in the first step: its checkpoint would be in the way of the corrected script.
+        # A ConfigError in the first step is a bug of the script. A checkpoint would be in the way of the fixed script.
         return not isinstance(error, ConfigError) or self.store.step > self._start_step + 1
 
     # --- validation ------------------------------------------------------------------------------------------------
@@ -541,7 +541,7 @@ class Session:
             raise DataError(problem, hint=hint)
 
     def _check_processes(self) -> None:
-        """Raise where processes would not run the same program."""
+        """Raise if the processes would not run the same program."""
         types = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_with_paths(self.store.state)]
         if self.snapshots.checkpoints is not None:
             check_shared_folder(self.processes, self.snapshots.checkpoints.directory)

@@ -1,8 +1,9 @@
-"""Losses, gradients and weights that are not finite: when they are detected, and how the run reacts.
+"""Detection of a loss, gradients or weights that are not finite, and the reaction of the run.
 
 A finite loss and finite gradients do not guarantee a finite update: a norm of zero or a rate that is far too high makes
-NaN. To drop such an update, a step would have to hold both states at once. So weights are checked before copies,
-checkpoints and evaluations, and at the end. Weights on the host would have to be copied, and are not checked.
+NaN. To drop such an update, a step would have to hold the old and the new state at once. So weights are checked later:
+before copies, checkpoints and evaluations, and at the end. Weights on the host are not checked, because they would have
+to be copied to the device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
 class NonFinitePolicy:
     """Policy of a run for values that are not finite. Mutable: it counts failed steps and rollbacks.
 
-    `on_nan` and `is_guarded` are those of `Trainer`.
+    `on_nan` is the argument of `Trainer`. With `is_guarded`, steps drop updates if loss or gradients are not finite.
     """
 
     def __init__(self, store: TrainStateStore, snapshots: Snapshots, on_nan: OnNan, *, is_guarded: bool) -> None:
@@ -37,9 +38,9 @@ class NonFinitePolicy:
         self.has_nonfinite_values = False
         """Whether the loss or gradients of the last step were not finite, and no reaction has followed yet."""
         self.has_dropped_update = False
-        """Whether the run ends at a step that dropped its update, so that the state is valid."""
+        """Whether the run ends with an error at a step that dropped its update; the state is then valid."""
         self.has_rolled_back = False
-        """Whether the run ends at an earlier state than its last."""
+        """Whether the run ends at a restored copy of an earlier state."""
         self._initially_nonfinite: frozenset[str] | None = None
         """Trainable leaves that were not finite when the run began, and so are ignored; None before that."""
         self._checked_step = store.step
@@ -47,8 +48,8 @@ class NonFinitePolicy:
         self._num_failures = 0
         """Number of steps in a row whose loss or gradients are not finite."""
         self._num_rollbacks, self._rollback_steps = 0, (-1, -1)
-        """Number of rollbacks to the same copy. The steps are that of the copy, and that at which the run continued (a
-        checkpoint saved there holds the same weights)."""
+        """Number of rollbacks to the same weights. `_rollback_steps` has the step of the restored copy, and the step at
+        which the run continued: a checkpoint saved there holds the same weights."""
 
     def begin(self) -> None:
         """Record the trainable leaves that are not finite at the beginning of the run."""
@@ -57,7 +58,7 @@ class NonFinitePolicy:
     def observe(self, values: Mapping[str, float]) -> None:
         """Record whether the loss and the gradients of a step are finite.
 
-        This precedes `check_step`. If an interrupt comes between both, the exception still finds the record.
+        Call it before `check_step`. If an interrupt comes between the two calls, its handling can use this record.
         """
         self.has_nonfinite_values = bool(_nonfinite_names(values))
 
@@ -70,7 +71,7 @@ class NonFinitePolicy:
         return self._react(step, names[0], values[names[0]])
 
     def check_weights(self) -> int | None:
-        """Check the weights, at most once per step, and decide as `check_step` does."""
+        """Check the weights, at most once per step, and react as `check_step` does."""
         step = self._store.step
         if self._checked_step == step:
             return None
@@ -82,10 +83,10 @@ class NonFinitePolicy:
         return self._react(step, paths[0], math.nan)
 
     def _react(self, step: int, name: str, value: float) -> int | None:
-        """Raise, restore the last copy, or do nothing."""
+        """Raise `NonFiniteError`, restore the last copy and return its step, or return None to continue."""
         self._num_failures += 1
         if self._on_nan == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
-            # A copy, because a rollback may delete the state. The count stays, so the run continues with later batches.
+            # A copy, because a rollback may delete the state. The count stays, so the run continues with new batches.
             count = jnp.array(self._store.state.step)
             if (copy_step := self._snapshots.roll_back()) is not None:
                 self._num_rollbacks = (self._num_rollbacks if copy_step in self._rollback_steps else 0) + 1
@@ -126,7 +127,7 @@ class NonFinitePolicy:
     def handle_last_step(self, error: BaseException, step: int, values: Mapping[str, float], *, is_alone: bool) -> None:
         """Restore a copy if the loss or gradients of an unchecked step are not finite and its update was not dropped.
 
-        With several processes (`is_alone` is false) only mark the run as rolled back, because each would act alone.
+        With several processes (`is_alone` is false) only mark the run as rolled back: a single one cannot restore.
         """
         names = _nonfinite_names(values)
         if names and self._on_nan in ("abort", "roll_back") and not self._is_guarded:
@@ -155,12 +156,12 @@ def _nonfinite_names(values: Mapping[str, float]) -> list[str]:
 
 @jax.jit
 def _are_finite(leaves: list[jax.Array]) -> list[jax.Array]:
-    # The results are scalars, which every one of several processes holds as a whole.
+    # The results are scalars. JAX replicates them, so every process can read them.
     return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
 
 
 def _nonfinite_leaves(tree: Tree) -> frozenset[str]:
-    """Return the paths of leaves with NaN or infinity; one boolean per leaf is copied to the host."""
+    """Return the paths of device leaves with NaN or infinity; only one boolean per leaf is copied to the host."""
     candidates = {
         path: leaf
         for path, leaf in leaves_with_paths(tree)

@@ -1,8 +1,8 @@
-"""What a trainer keeps or reads in an optimizer's state: a running average of the weights, and learning rates.
+"""Access to an optimizer's state: a running average of the weights (`ema`), and learning rates.
 
-The average is part of the optimizer's state. So it is saved, sharded, offloaded (``match=r".*/average/.*"``) and rolled
-back with that state, and needs bytes only for trainable leaves. The learning rates are those that
-`optax.inject_hyperparams` keeps there.
+The average is part of the optimizer's state. So it is saved, sharded and rolled back like the rest of that state, and
+`lowtide.offload.optimizer` can offload it (``match=r".*/average/.*"``). It needs bytes only for trainable leaves.
+Learning rates are read from the state of `optax.inject_hyperparams`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
 
     Args:
         tx: the optimizer.
-        decay: decay of the average: ``average = decay * average + (1 - decay) * parameters`` after every update, before
-            constraints of a Keras model.
+        decay: decay of the average: ``average = decay * average + (1 - decay) * parameters`` after every update, but
+            before the weight constraints of a Keras model are applied.
 
     Returns:
         A transformation with the updates of `tx`. `Trainer.averaged` replaces the parameters by the average.
 
     Raises:
-        ConfigError: for a `decay` that is not between 0 and 1; from ``update``, without parameters.
+        ConfigError: for a `decay` that is not above 0 and below 1; from ``update``, if it is called without parameters.
 
     Memory:
         One float32 copy of the trainable leaves.
@@ -54,7 +54,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     References:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
     """
-    if not 0 < decay < 1:  # an array without axes is valid, too
+    if not 0 < decay < 1:  # a scalar array is valid, too
         raise ConfigError(f"decay must be above 0 and below 1, not {decay!r}")
     transform = _Ema(optax.with_extra_args_support(tx), decay)
     return optax.GradientTransformationExtraArgs(transform.init, transform.update)
@@ -84,7 +84,7 @@ class _Ema:
 def with_inner(
     tx: optax.GradientTransformation, change: Callable[[optax.GradientTransformation], optax.GradientTransformation]
 ) -> optax.GradientTransformation:
-    """Change a transformation; inside `ema`, change the wrapped one."""
+    """Return ``change(tx)``; if `tx` was made by `ema`, change the wrapped transformation instead."""
     transform = getattr(tx.init, "__self__", None)
     return ema(with_inner(transform.tx, change), transform.decay) if isinstance(transform, _Ema) else change(tx)
 
@@ -96,13 +96,13 @@ def find_average(state: Tree) -> Tree | None:
 
 
 def find_learning_rates(opt_state: Tree, field_name: str = "hyperparams") -> list[tuple[Any, Any]]:
-    """Return the paths and values of the learning rates in an optimizer's state."""
-    # A moment of a parameter that is named ``learning_rate`` is not in such a field.
+    """Return the paths and values of the learning rates in a field of the states of `optax.inject_hyperparams`."""
+    # The field excludes moments of a parameter that is named ``learning_rate``.
     matches = optax.tree.get_all_with_path(opt_state, "learning_rate")
     return [(path, value) for path, value in matches if len(path) > 1 and getattr(path[-2], "name", None) == field_name]
 
 
 def learning_rate_metric(opt_state: Tree) -> dict[str, Any]:
-    """Return the metric ``learning_rate`` for an optimizer's state, or {} where it has none or several."""
+    """Return the metric ``learning_rate`` for an optimizer's state, or {} if it has none or several."""
     matches = find_learning_rates(opt_state)
     return {"learning_rate": matches[0][1]} if len(matches) == 1 and matches[0][1].ndim == 0 else {}

@@ -1,7 +1,8 @@
 """A training step whose gradients come from a pipeline.
 
-The state holds layers in the order of ranks (`Pipeline.arrange`), so that no step moves weights between devices. The
-model that the user sees has its own order. Apart from the gradients, the step is a `WholeStep`.
+The state holds the stacked layers in the order of ranks (`Pipeline.arrange`), so that no step moves weights between
+devices. Each index of the stack is a row: a layer, or padding of an uneven stage. `Trainer.model` has the layers in the
+order of the model. Apart from the gradients, the step is a `WholeStep`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _FEATURE = "a pipeline"
 
 
 class PipelineStep:
-    """A step that computes gradients in a pipeline, and then updates weights; `pipeline` takes arranged layers."""
+    """A step that computes gradients in a pipeline, and then updates weights; `pipeline` has ``arranged=True``."""
 
     remedies = (
         "a schedule of more microbatches, or of one that keeps less (v-half, v-min); "
@@ -70,7 +71,7 @@ class PipelineStep:
         self._rows = plan.rows()
         is_layer = np.isin(np.arange(plan.num_rows), plan.positions())
         self.arrangement: list[int] | None = np.where(is_layer, self._rows, -1).tolist()
-        """Layer of every row of the state, -1 for padding; None for the order of the model."""
+        """Index of the layer in each row of the state, -1 for padding; None for the order of the model."""
         if self.arrangement == list(range(self._num_layers)):
             self.arrangement = None
         loss_fn = partial(_evaluate, self._pipeline)
@@ -83,13 +84,13 @@ class PipelineStep:
         return remake is not None and remake.memory_limit is None and self._concrete.memory_limit is None
 
     def within(self, memory_limit: int) -> PipelineStep:
-        """Return the step with another limit of the bytes kept between passes; state and layers stay the same."""
+        """Return the step with a limit of the bytes kept between passes; the state and layer order do not change."""
         step = copy.copy(self)
         step._pipeline, step._concrete = self._pipeline.within(memory_limit), self._concrete.within(memory_limit)
         return step
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """Return the initial state of a model that is arranged and on the mesh; see `TrainingStep`."""
+        """Return the initial state and frozen leaves of a model that `arranged` returned; see `TrainingStep`."""
         for path, leaf in leaves_with_paths(split_static(outer_and_layers(model, _FEATURE)[1])[0]):
             first_axis, *_ = (*getattr(leaf.sharding, "spec", ()), None)
             if first_axis not in (STAGE, (STAGE,)):
@@ -104,8 +105,8 @@ class PipelineStep:
         return self._whole.split(model)
 
     def arranged(self, model: Tree) -> Tree:
-        """Arrange a model and put its layers on the mesh; see `TrainingStep`."""
-        refuse_shared(self.split(model)[0])  # arranging makes two arrays of one that is at two paths
+        """Bring the layers into the order of ranks and put them on the mesh; see `TrainingStep`."""
+        refuse_shared(self.split(model)[0])  # arranging would make two arrays of a shared one
         outer, layers = outer_and_layers(model, _FEATURE)
         if num_layers(layers) != self._num_layers:
             raise StructureError(f"the model has {num_layers(layers)} layers, but the pipeline has {self._num_layers}")
@@ -117,7 +118,7 @@ class PipelineStep:
                 problem = f"layers/{path} is in host memory, but a pipeline needs its layers on the device"
                 hint = "lt.offload.to_device, or more ranks; lt.offload.layerwise_step streams layers from the host"
                 raise ConfigError(problem, hint=hint)
-            # Rules apply to rows, not to layers: with uneven stages, rows include padding, and ranks shard them.
+            # Rules apply to rows, not to layers: with uneven stages, the sharded axis includes padding.
             shape = (len(self._rows), *leaf.shape[1:])
             struct = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
             other_axes = self._sharding.of(f"layers/{path}", struct).spec[1:]
@@ -141,7 +142,7 @@ class PipelineStep:
         return self._in_model_order(self._whole.model(*parts))
 
     def report(self, arrays: Tree, batch: Tree, memory: MemoryReport | None) -> StageReport:
-        """Return a report on what each rank holds; `memory` is the report of the compiled step, or None."""
+        """Return a report on the memory of each rank; `memory` is the report of the compiled step, or None."""
         return self._concrete.report(*outer_and_layers(arrays, _FEATURE), batch, memory=memory)
 
     def _gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:

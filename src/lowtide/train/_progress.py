@@ -1,4 +1,4 @@
-"""Progress output of `Trainer.fit`: the bytes of its step before it begins, evaluations, and on a terminal a bar."""
+"""Progress output of `Trainer.fit`: the bytes of the step, evaluations, and a bar on a terminal or else some losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._events import LossLines, Record
 
 
 class Progress(Callback):
-    """Print progress to standard error. Mutable: it holds the bar of the terminal.
+    """Print progress to standard error. Mutable: it holds the progress bar.
 
     `num_steps` is the step at which the run ends, or None if unknown.
     """
@@ -31,7 +31,7 @@ class Progress(Callback):
         self._task = TaskID(0)
 
     def on_preflight(self, trainer: TrainerView, report: MemoryReport) -> None:
-        """Print the predicted bytes next to the available ones, and start the bar."""
+        """Print the predicted and the available bytes; on a terminal, start the bar."""
         self._show(memory_table(report, trainer.budget_bytes))
         if trainer.stages is not None:
             self._show(trainer.stages)
@@ -63,7 +63,7 @@ class Progress(Callback):
         self._attempt(partial(self._console.print, renderable))
 
     def _attempt(self, action: Callable[[], Any]) -> None:
-        """Show something; a closed terminal or a reader that has gone does not end the run."""
+        """Call a function that prints; if standard error is closed, print nothing more instead of ending the run."""
         try:
             action()
         except (OSError, ValueError):

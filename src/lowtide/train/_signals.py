@@ -1,7 +1,7 @@
 """Signal handling: signals are delayed while a step is dispatched, and checked between steps.
 
 Between the dispatch of a step and the assignment of its results, no variable holds a valid state. So Ctrl-C and SIGTERM
-wait until that moment has passed (`delay_signals`). SIGTERM ends a run after a step (`SigtermMonitor`).
+are delayed until the assignment (`delay_signals`). SIGTERM ends a run after a step (`SigtermMonitor`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _get_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsig
 
 
 def _deliver_signal(number: int) -> None:
-    """Deliver a signal to its handler; if the default handler does not end the process, exit with a shell's status."""
+    """Deliver a signal to its handler; if the default handler does not end the process, exit with 128 + `number`."""
     signal.raise_signal(number)
-    # Linux drops a signal without a handler that is sent to the first process of a container, such as `exec lowtide`.
+    # Linux drops a signal without a handler if it is sent to the first process of a container (`exec lowtide`).
     # The process would then end with status 0, and its supervisor would treat the run as completed.
     if signal.getsignal(number) == signal.SIG_DFL:
         raise SystemExit(128 + number)
 
 
 class _Handler:
-    """A signal handler that forwards signals to the previous handler, or delays them after `start_delay`.
+    """A signal handler that forwards signals to the previous handler, but delays them after `start_delay`.
 
-    Mutable: it stores whether it delays, and whether a signal has arrived meanwhile.
+    Mutable: it stores whether it delays, and whether a signal has arrived during the delay.
     """
 
     def __init__(self, number: int, previous: Any) -> None:
@@ -81,7 +81,7 @@ def install_handlers() -> Generator[None]:
 
 
 class _Delay:
-    """Context manager that delays signals; a class rather than a generator, because every step enters it."""
+    """Context manager that delays signals; a class is faster than a generator, and every step enters it."""
 
     def __init__(self, handlers: Sequence[_Handler]) -> None:
         self._handlers = handlers
@@ -102,7 +102,7 @@ class _Delay:
 
 
 def delay_signals() -> contextlib.AbstractContextManager[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block; in other threads than the main one they never arrive."""
+    """Delay Ctrl-C and SIGTERM until the end of the block; other threads than the main one never receive them."""
     if threading.current_thread() is not threading.main_thread():
         return contextlib.nullcontext()
     handlers = [_get_handler(number) for number in _SIGNALS]
@@ -121,12 +121,12 @@ class TerminationRequested(BaseException):
 
 
 class SigtermMonitor:
-    """Context manager that records whether SIGTERM has arrived, and delivers it to the previous handler at its end.
+    """Context manager that records whether SIGTERM has arrived, and delivers it to the previous handler on exit.
 
     Mutable: the signal and the stages of a run change it.
 
-    Processes that end together (`is_alone=False`) first call `jax.distributed.shutdown`, as at a normal end. Otherwise
-    JAX would abort a process that sees the first one gone, and that process would report a failure.
+    Several processes that end together (`is_alone=False`) first call `jax.distributed.shutdown`, as at a normal end.
+    Otherwise the first process to end would make JAX abort the others, and they would report a failure.
     """
 
     def __init__(self, *, is_alone: bool = True) -> None:
@@ -156,16 +156,16 @@ class SigtermMonitor:
                 _deliver_signal(signal.SIGTERM)
 
     def mark_arrived(self) -> None:
-        """Record that the signal has arrived in any process; all processes end at this step."""
+        """Record that the signal has arrived in this or another process; all processes end at this step."""
         self.has_arrived, self._is_joint = True, not self._is_alone
 
     def begin_final_wait(self) -> None:
-        """Record that the run only waits for files from now on, so that a second signal ends it."""
+        """Record that the run now only waits for its checkpoint files, so that a second signal ends the process."""
         self._is_final_wait = True
 
     def wait_for_data(self, wait: Callable[[], T]) -> T:
         """Call a function that waits for data; raise `TerminationRequested` if the signal arrives or has arrived."""
-        # With several processes it is not raised, because one cannot leave the others; a second signal ends it.
+        # With several processes, nothing is raised, because one cannot leave the others. A second signal ends it.
         self._is_waiting = True
         try:
             if self.has_arrived and self._is_alone:

@@ -1,7 +1,8 @@
-"""The arrays of a model in training, and their owner: the trainer, or the mutable object that lends them to it.
+"""Storage of the arrays of a model in training: the only copy on the device.
 
-`TrainStateStore` holds the only copy on the device. A mutable object gets its arrays back when `model` is read, and
-after an epoch or a run. The next step adopts changes made in it, and puts placeholders into it (`borrow`).
+A mutable object (a `ModelObject`, such as a Keras model) lends its arrays to `TrainStateStore` while steps run, and
+holds placeholders instead. It gets its arrays back when `model` is read, and after an epoch or a run. The next step
+first adopts changes that were made in the object, and then borrows its arrays again (`borrow`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MAX_STEP = 2**31 - 1
 class TrainStateStore:
     """The state of a model in training. Mutable: every step replaces the state.
 
-    `on_change` is called with the step when the weights are replaced.
+    `on_change` is called with the number of the step when the user has replaced the weights.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class TrainStateStore:
         self.give_back()
         return self._step.model(*self.parts)
 
-    # --- other arrays ----------------------------------------------------------------------------------------------
+    # --- replacement of arrays -------------------------------------------------------------------------------------
 
     def set(self, state: TrainState) -> None:
         self.state = state
 
     def replace(self, state: Any, *, is_running: bool) -> None:
-        """Continue with a state from the user; while a run takes steps, its step has to be equal (`Trainer.state`)."""
+        """Replace the state by one from the user; while a run takes steps, the step number must not change."""
         self.refuse_averaged("setting state")
         if not isinstance(state, TrainState):
             hint = "dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)"
@@ -107,11 +108,11 @@ class TrainStateStore:
         pairs = zip(*(jax.tree.leaves((tree.trainable, tree.mutable)) for tree in (state, previous)), strict=True)
         if any(new is not old for new, old in pairs):
             if not self._is_lent:
-                self._return_arrays()  # else `borrow` would treat the old ones as edits
+                self._return_arrays()  # else `borrow` would treat the old arrays as edits
             self._mark_changed()
 
     def adopt(self, state: TrainState) -> None:
-        """Continue with a copy of the state; a mutable object that holds its arrays gets those of the copy."""
+        """Replace the state by a restored copy; a mutable object that holds its arrays gets those of the copy."""
         self.state, self.is_edited = state, False
         # `borrow` would treat the old arrays in the object as edits.
         if not self._is_lent:
@@ -161,29 +162,29 @@ class TrainStateStore:
         if self._on_change is not None:
             self._on_change(self.step)
 
-    # --- lent, borrowed, averaged ----------------------------------------------------------------------------------
+    # --- mutable objects, averages ---------------------------------------------------------------------------------
 
     def borrow(self, *, lend: bool = True) -> None:
-        """Adopt changed arrays of a mutable object; with `lend`, put placeholders in their place."""
+        """Adopt changed arrays of a mutable object; with `lend`, also replace its arrays by placeholders."""
         if self._object is None or self._is_lent:
             return
         own_arrays = combine(*self.parts)
         object_arrays = self._object.arrays()
         if any(a is not b for a, b in zip(jax.tree.leaves(own_arrays), jax.tree.leaves(object_arrays), strict=False)):
             self._assign(*self._step.split(self._object))
-            self._object.give_back(combine(*self.parts))  # `_assign` may have moved arrays; else they would look edited
+            self._object.give_back(combine(*self.parts))  # `_assign` may have moved arrays, which would look edited
         if lend:
             with delay_signals():
                 self._is_lent = True  # first, so that an interrupted `lend` is undone by `give_back`
                 self._object.lend(combine(self.state.trainable, self.state.mutable))
 
     def refresh(self) -> None:
-        """Adopt changes made in a mutable object, and raise when other code has consumed the arrays."""
+        """Adopt changes made in a mutable object, and raise if other code has donated (consumed) the arrays."""
         self.borrow(lend=False)
         refuse_consumed(self.state, self.frozen)
 
     def give_back(self) -> None:
-        """Return its arrays to a mutable object, until the next step."""
+        """Return the arrays to a mutable object until the next step."""
         if self._is_lent:
             self._return_arrays()
 
@@ -232,14 +233,14 @@ def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
 
 
 def _refuse_shared(state: TrainState, frozen: Tree) -> None:
-    """Raise when an array of the state is at a second path, too, because a step consumes it."""
+    """Raise if an array of the state is also at another path, because a step donates the array."""
     for first_path, *_, path in shared_leaves({"frozen": frozen, "state": state}):  # frozen paths come first
         if path.startswith("state/"):
             raise SelectionError(f"{first_path} and {path} are the same array", hint="jnp.array(leaf, copy=True)")
 
 
 def _as_arrays(tree: Tree) -> Tree:
-    """Convert Python numbers to arrays, because a step can consume only arrays."""
+    """Convert Python numbers to arrays, because a step can donate only arrays."""
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
@@ -249,5 +250,5 @@ def _from_numpy(tree: Tree) -> Tree:
 
 
 def _place_like(tree: Tree, like: Tree) -> Tree:
-    """Move arrays to the devices and the memory of those in `like`."""
+    """Move arrays to the devices and memory kinds of the arrays in `like`."""
     return jax.tree.map(lambda x, old: put(x, old.sharding) if hasattr(old, "sharding") else x, tree, like)

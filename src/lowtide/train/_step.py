@@ -1,8 +1,9 @@
-"""Training steps: a pure step function, its initial state, and the model that the state belongs to.
+"""Training steps: pure functions from a state and a batch to a new state and metrics.
 
-The trainer uses steps only through `TrainingStep`, so a run, its checkpoints and its reports work with every kind of
-step. `WholeStep` differentiates the model as a whole, in mixed precision if asked to. `LayerStep` wraps a
-`lowtide.offload.layerwise_step`. Pipelines have their step in `_pipeline_step`.
+The leaves of a model are trainable, mutable (the model itself changes them) or frozen. The trainer uses steps only
+through `TrainingStep`, so a run, its checkpoints and its reports work with every kind of step. `WholeStep`
+differentiates the whole model, optionally in mixed precision. `LayerStep` wraps a `lowtide.offload.layerwise_step`. The
+step of a pipeline is in `_pipeline_step`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ STEP_ARGUMENTS = ("trainable", "optimizer", "mutable", "step", "frozen", "batch"
 """Names of a step's arguments, in order; the roles of its memory report."""
 UPDATE_HINT = "change the object that `Trainer.model` returns"
 DONATED = (0, 1, 2, 3)
-"""Positions of the arguments that a step consumes and returns."""
+"""Positions of the arguments that a step donates, and whose new values it returns."""
 _RESERVED = frozenset({"step", "loss", "grad_norm", "learning_rate", "seconds"})
 """Names of values that the trainer itself writes into records."""
 
@@ -63,11 +64,11 @@ class TrainState:
     step: Any
     """Number of steps taken, an int32 scalar."""
     trainable: Tree
-    """The trainable leaves, `None` elsewhere."""
+    """The model's tree with only its trainable leaves; `None` elsewhere."""
     opt_state: Tree
     """State of the optimizer for the trainable leaves."""
     mutable: Tree = None
-    """Leaves that the model itself changes: batch statistics, counters of random numbers; `None` elsewhere."""
+    """The same tree with only leaves that the model itself changes, such as batch statistics; `None` elsewhere."""
 
 
 def multi_device_sharding(leaf: Any) -> Any:
@@ -80,9 +81,9 @@ class TrainingStep(Protocol):
     """Interface of a training step."""
 
     arrangement: list[int] | None = None
-    """Layer of every row of its state, -1 for padding; None for the order of the model."""
+    """Index of the layer in each row of the state's stacked layers, -1 for padding; None for the order of the model."""
     remedies: str
-    """Remedies for an out-of-memory error."""
+    """Text of the hint of an out-of-memory error."""
 
     def guard(self, is_guarded: bool) -> None:
         """Set whether updates are dropped when the loss or gradients are not finite."""
@@ -125,7 +126,7 @@ _OPTIMIZER_NOTE = (
 
 
 def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
-    """Return the step as a function of `STEP_ARGUMENTS`; it returns new values of the first four, and the metrics."""
+    """Return the step as a function of `STEP_ARGUMENTS` that returns new values of the first four, and the metrics."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         problem = "jax.disable_jit is on, and a step that is not compiled would hold its state twice"
         hint = "call the loss function alone to debug it; jax.debug.print also works in a compiled step"
@@ -141,7 +142,7 @@ def flat_step(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, 
 
 
 class WholeStep(TrainingStep):
-    """A step that computes all gradients of the trainable leaves, and then updates them; arguments as in `Trainer`.
+    """A step that first computes all gradients, and then updates the trainable leaves; arguments as in `Trainer`.
 
     Mutable: `init` and `guard` complete it before the first step.
     `shard` constrains the sharding of microbatches, and of activations between the layers of a stack, over `mesh`.
@@ -189,9 +190,9 @@ class WholeStep(TrainingStep):
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
         is_elsewhere = not any(are_sharded) and any(array.devices() != count.devices() for array in arrays)
         out_shardings = state_shardings(self._tx, trainable) if any(are_sharded) or is_elsewhere else None
-        # Under jit, the optimizer's state gets its own buffers, even where init returns the parameters themselves.
+        # Under jit, the optimizer's state gets its own buffers, even if `init` returns the parameters themselves.
         opt_state = jax.jit(self._tx.init, out_shardings=out_shardings)(trainable)
-        if is_elsewhere:  # a checkpoint restores each leaf to its own device
+        if is_elsewhere:  # a restored checkpoint must have all leaves on one device
             count = jax.device_put(count, leaves[0].sharding)
         return TrainState(count, trainable, opt_state, mutable), frozen
 
@@ -227,7 +228,7 @@ class WholeStep(TrainingStep):
         return self.apply_gradients(state, self._gradients(state, frozen, batch))
 
     def apply_gradients(self, state: TrainState, gradients: Gradients) -> tuple[TrainState, dict[str, Any]]:
-        """Update the trainable leaves by the gradients of a batch: return the new state and the metrics."""
+        """Update the trainable leaves with the gradients of a batch; return the new state and the metrics."""
         loss, metrics, mutable, grads = gradients
         # In half precision, the squares may overflow where the gradients do not.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
@@ -277,7 +278,7 @@ class WholeStep(TrainingStep):
 
 
 def _updated_mutable(mutable: Tree, after: Tree) -> Tree:
-    """Return the mutable leaves of a model after a call; raise if their types have changed."""
+    """Return the mutable leaves of a model after a call; raise if their shapes or dtypes have changed."""
     updated = jax.tree.map(
         lambda old, new: None if old is None else new, mutable, after, is_leaf=lambda leaf: leaf is None
     )
@@ -292,9 +293,9 @@ def _updated_mutable(mutable: Tree, after: Tree) -> Tree:
 def _update_if_finite(is_finite: Any, advance: Callable[..., Tree], state: Tree, *arguments: Any) -> Tree:
     """Return the state after an update if `is_finite`, else the old state.
 
-    On a CPU, a branch runs the update or not, because XLA copies leaves to select between two states
-    (benchmarks/log/). On other devices a selection costs no bytes; a branch on a GPU is said to wait for the host
-    (not measured). A leaf whose type changes is taken from the update in any case, and the donation check reports it.
+    On a CPU, `jax.lax.cond` skips the update, because XLA copies leaves there to select between two states
+    (benchmarks/log/). On other devices, `jax.lax.select` costs no bytes, and `cond` on a GPU is said to wait for the
+    host (not measured). If the update changes the shape or dtype of a leaf, `check_donation` later raises.
     """
     advance = jax.jit(advance)  # traced once for all calls below
 
@@ -316,7 +317,7 @@ def _update_if_finite(is_finite: Any, advance: Callable[..., Tree], state: Tree,
 
 
 class LayerStep(TrainingStep):
-    """A step that computes the gradients of one layer, and updates it before the next; `loss_fn` is for evaluations.
+    """A step that updates each layer before it computes the gradients of the next; `loss_fn` is for evaluations.
 
     Mutable: `guard` completes it before the first step.
     """
@@ -387,7 +388,7 @@ def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
 
 
 class Pytree:
-    """A pytree with the methods of a `ModelObject` that steps use; only its leaves that are not arrays are kept."""
+    """Wrapper that gives a pytree the methods of a `ModelObject` that steps use; it keeps only non-array leaves."""
 
     wrt: Selector = "**"
     mutable: Selector | None = None
@@ -399,7 +400,7 @@ class Pytree:
         return combine(*parts, self._static)
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
-        """Bind a function to arrays; see `ModelObject`. A call does not change a pytree."""
+        """Make a pure function of the arrays, as `ModelObject.bind` does; it returns the arrays unchanged."""
 
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
             model = combine(arrays, self._static)
@@ -430,7 +431,7 @@ def with_outer_and_layers(model: Any, outer: Tree, layers: Tree) -> Any:
 
 
 def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """Return those values (``key``, ``training``) that a function takes by name."""
+    """Return those of the values, such as ``key`` and ``training``, that a function takes by name."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # a builtin
@@ -442,7 +443,7 @@ def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
     """Return the three values of a loss function: a scalar, metrics, and the model's arrays after the call.
 
-    `result` is ``loss``, ``(loss, metrics)`` or ``(loss, metrics, model)``. Without a model, `arrays` are returned.
+    `result` is ``loss``, ``(loss, metrics)`` or ``(loss, metrics, model)``. Without a model, the third is `arrays`.
     """
     parts = result if isinstance(result, tuple) else (result, {})
     if len(parts) == 3 and not has_mutable:
@@ -477,7 +478,7 @@ def _is_loss(value: Any) -> bool:
 
 
 def describe(leaf: Any) -> str:
-    """Return the dtype and shape of an array as text, or the name of another leaf's type."""
+    """Return the dtype and shape of an array as text; for any other leaf, the name of its type."""
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
@@ -487,9 +488,9 @@ def describe(leaf: Any) -> str:
 # precision would lose small changes. bfloat16 has the range of float32 and needs no loss scaling. float16 would need
 # it, and is refused.
 #
-# Layers may cast on their own, and then the bridges help. The Keras bridge has ``autocast(dtype)``, a context for
-# tracing the model, and nothing is cast here. The NNX bridge has ``lowered(model, dtype)``, which sets the dtype of the
-# layers of the model that is passed to a function.
+# Layers of Keras and Flax NNX cast on their own, so their bridges set the dtype. The Keras bridge has
+# ``autocast(dtype)``, a context for tracing the model, and `_Precision` then casts nothing. The NNX bridge has
+# ``lowered(model, dtype)``, which sets the dtype of the layers of the model that is passed to a function.
 #
 # Known inefficiency: frozen float32 leaves are cast in every step. A frozen base is better stored in bfloat16.
 #
@@ -517,7 +518,7 @@ class _Precision:
                 pass
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
-        """Bind a function as `ModelObject.bind` does; it gets the model and its arguments in the compute dtype."""
+        """Bind a function as `ModelObject.bind` does; its model and other arguments are in the compute dtype."""
         if self._dtype is None:
             return self._source.bind(fn, training=training)
 

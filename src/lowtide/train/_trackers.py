@@ -41,7 +41,7 @@ class JsonlLogger(Callback):
     Mutable: it stores whether this process writes.
 
     Args:
-        path: the file. The first process appends the lines to it.
+        path: the file; only the first process writes, and appends to it.
 
     Raises:
         OutputError: during a run, when the file cannot be written.
@@ -180,7 +180,7 @@ class Tracker(Callback):
         project: project of the tracker's run.
         name: name of the run; by default the name of the folder.
         config: settings to show with the run.
-        values: selects the values of a record to write; by default all.
+        values: a function from a record to the values that are written; by default all values are.
 
     Raises:
         ConfigError: for another `library`, or one that is not installed; when the tracker of a new run cannot start.
@@ -286,7 +286,7 @@ class Tracker(Callback):
         options["resume"] = "allow" if identity or self.library == "wandb" else "never"
         self.directory.mkdir(parents=True, exist_ok=True)
         run = self._module.init(**options)
-        # Trackio may have generated an unused name.
+        # Trackio may have replaced a name that is in use by another one.
         name = getattr(run, "name", None) if self.library == "trackio" else name
         new_identity = {"project": project, "name": name if isinstance(name, str) else options["name"]}
         new_identity |= {"id": options["id"]} if "id" in options else {}
@@ -295,7 +295,7 @@ class Tracker(Callback):
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the identity of an earlier run; {} for a damaged file, so that the tracker begins another run."""
+    """Return the identity of an earlier run; {} for a missing or damaged file, so that the tracker begins a new run."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

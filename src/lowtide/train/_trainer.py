@@ -1,7 +1,7 @@
 """The trainer: one jitted step over the trainable leaves, one copy of its state, and recovery when a step fails.
 
 `Trainer` is a façade: it checks its arguments, makes the parts and connects them. It owns the trainable leaves
-(`_state`). Its step consumes them and returns only what changed, so there is never a second copy (`_compilation`).
+(`_state`). Its step consumes (donates) them and returns the new ones, so there is never a second copy (`_compilation`).
 After `fit` ends for any reason, the trainer holds a valid state (`checkpoint`).
 """
 
@@ -58,7 +58,7 @@ R = TypeVar("R")
 
 
 def _add_hints(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Add hints to the `TypeError` of a method that is called like another library's ``fit(x, y, batch_size=32)``."""
+    """Add hints to the `TypeError` of a method called as in another library, such as ``fit(x, y, batch_size=32)``."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(method)
@@ -85,13 +85,14 @@ class Trainer:
     """Train the selected leaves of any model with any Optax optimizer. Mutable: `fit` changes its state.
 
     Args:
-        model: a pytree, whose trainable arrays the trainer owns from then on; or a bridge to a mutable object.
+        model: a pytree, whose trainable and mutable arrays the trainer owns from then on, because steps donate them.
+            Or a bridge of `lowtide.ext` for a Keras, Flax NNX or Equinox model.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar loss, or ``(loss, metrics)`` with a dictionary of scalars.
             For a pytree with `mutable` leaves it returns ``(loss, metrics, model)``. It may take two more arguments by
             name: ``key``, a new random key for every step and microbatch, and ``training``, False in evaluation.
         tx: the optimizer, with clipping and schedules chained as in Optax. Or a step of
-            `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``. Such a step selects trainable
-            leaves, and sets microbatches and placement; `loss_fn` is then used for evaluation only.
+            `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``. Such a step has its own settings
+            for trainable leaves, microbatches and placement, and `loss_fn` is used for evaluation only.
         wrt: the trainable leaves: globs on tree paths, or a predicate ``(path, leaf) -> bool``; by default all leaves,
             or those that the bridge selects.
         mutable: the leaves that the model changes itself (batch statistics, caches), selected in the same way. They
@@ -100,48 +101,49 @@ class Trainer:
         weight: a function of a batch that returns its weight in means over microbatches and evaluations, such as the
             number of target tokens. By default 1, and in evaluations the number of rows of the batch's first array.
             A layerwise step or a pipeline may have its own instead.
-        compute_dtype: ``"bfloat16"`` for mixed precision: `loss_fn` and functions of `predict` get float32 leaves of
-            the model and of the batch in this dtype, labels included. Trainable leaves, their gradients, the optimizer
-            and `mutable` leaves keep their dtypes; the loss, metrics and predictions are float32. Integers and leaves
-            of 16 bits or less are passed unchanged. A Keras model runs under its own policy ``mixed_bfloat16``. By
-            default nothing is cast.
+        compute_dtype: ``"bfloat16"`` for mixed precision: float32 leaves of the model and of the batch, labels
+            included, are cast to this dtype for `loss_fn` and for functions of `predict`. Trainable leaves, their
+            gradients, the optimizer and `mutable` leaves keep their dtypes. The loss, metrics and predictions are
+            float32. Integers and leaves of 16 bits or less are not cast. A Keras model runs under its own policy
+            ``mixed_bfloat16``. By default nothing is cast.
         seed: seed of the keys for `loss_fn`; a key depends only on the seed, the step and the microbatch.
         on_nan: what to do when loss or gradients are not finite. ``"abort"`` drops the update of the step and raises.
             ``"skip"`` drops the update and continues; the hundredth in a row raises. ``"roll_back"`` restores the last
-            copy (each at most three times) and continues with the next batches. ``"ignore"`` does nothing. ``"abort"``
-            restores the last copy and raises in three cases: optimizer state on the host, whose updates cannot be
-            dropped; a layerwise step; an update that made weights non-finite. `layerwise_step` explains how it skips.
-        rollback: whether to keep a copy on the host of the state at the start of `fit` and of each epoch. It replaces
-            a state that a failed step has consumed. No copy is made of a state that a checkpoint holds.
+            copy of the state, each copy at most three times, and continues with the next batches. ``"ignore"`` does
+            nothing. In three cases ``"abort"`` restores the last copy before it raises: optimizer state on the host,
+            whose updates cannot be dropped; a layerwise step; an update that made weights non-finite.
+            `layerwise_step` explains how it skips.
+        rollback: whether to keep one copy of the state on the host, made at the start of `fit` and after each epoch.
+            It replaces a state that was donated to a failed step. No copy is made of a state that a checkpoint holds.
         checkpoint_dir: folder for checkpoints of the trainable state; without it none are written.
         max_to_keep: number of newest checkpoints to keep.
-        best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation finds a better
-            value than all before, a checkpoint is saved, and kept in addition to the newest ones.
+        best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation gives the best
+            value so far, a checkpoint is saved, and kept in addition to the newest ones.
         best_mode: whether less (``"min"``) or more (``"max"``) is better.
         budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all bytes of the device. Larger
             steps are refused, and a pipeline's schedule is chosen within the budget.
         sharding: how arrays and batches are sharded over devices, in one process or many. By default arrays stay where
-            they are, and batches go to the default device; with a pipeline, rows are sharded along the other axes.
+            they are, and batches go to the default device. With a pipeline, batches are sharded along the other axes.
         pipeline: for a model of ``outer`` and ``layers``: a schedule that trains the layers in stages, along the mesh
             axis ``stage``. For a model without a ``stack``, or for other options: the result of
             `lowtide.pipeline.value_and_grad`. The stack defines the loss, so `loss_fn` has to be None; the schedule
             sets the number of microbatches. Without `sharding`, the remaining devices are used for FSDP. An ``"auto"``
-            schedule without given costs and limits adapts to the memory left on the device: it keeps less between
-            passes, with a warning, if the step would not fit, and more if that ends sooner.
+            schedule without given costs and limits adapts to the memory left on the device. If the step would not fit,
+            it keeps fewer bytes between passes, with a warning. If memory is left, it keeps more if that is faster.
 
     Raises:
-        SelectionError: when `wrt` or `mutable` selects nothing, or one array is at two trainable paths.
-        StructureError: for a layerwise step or a pipeline, and a model that is not made of ``outer`` and ``layers``.
+        SelectionError: when `wrt` or `mutable` selects nothing, or one array is at two trainable or mutable paths.
+        StructureError: for a layerwise step or a pipeline with a model that is not made of ``outer`` and ``layers``.
         ConfigError: for an invalid argument, for `best` without `checkpoint_dir`, or for arguments that a layerwise
             step or a pipeline sets itself.
         OutputError: for a `checkpoint_dir` that `Checkpoints` refuses.
-        StateError: for arrays that another trainer has consumed.
+        StateError: for arrays that another trainer has donated.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
         an accumulator of the same size with microbatches), activations of one microbatch. With `compute_dtype` also
         copies in that dtype of the float32 leaves in use, frozen ones included. Host: with `rollback` one copy of the
-        state; the records, about 340 bytes a step; a program for every shape of a batch. The option to drop an update
+        state; the records, about 340 bytes per step; one program for each shape of a batch. The option to drop updates
         costs less than one leaf on a TPU and at most two leaves on a CPU (compiled); ``on_nan="ignore"`` avoids this.
 
     Examples:
@@ -188,15 +190,15 @@ class Trainer:
         step.guard(self.is_guarded)
         refuse_shared(state.trainable, state.mutable)
         self.checkpoints = open_checkpoints(checkpoint_dir, state, on_nan, rollback, max_to_keep, best, best_mode)
-        """The checkpoints, or None."""
+        """The checkpoints; None without `checkpoint_dir`."""
         self.sharding = sharding
-        """Sharding rules of the arrays; None for one device."""
+        """Sharding rules of the arrays; None if arrays stay where they are."""
         self.processes = Processes(sharding)
-        """The other processes of the run."""
+        """The processes of the run, including this one."""
         self.on_nan: OnNan = on_nan
         """Policy for a loss or gradients that are not finite."""
         self.history: list[Record] = []
-        """Records of the last `fit`, also of one that raised."""
+        """Records of the current or last `fit`, even if it raised."""
         on_change = None if self.checkpoints is None else self.checkpoints.changed
         self._store = store = TrainStateStore(model, step, state, frozen, sharding, on_change=on_change)
         self._snapshots = Snapshots(store, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
@@ -212,10 +214,10 @@ class Trainer:
 
         Raises:
             StructureError: for other leaves, shapes, dtypes or containers.
-            SelectionError: when an array of the new state is at two paths, or is a frozen one.
-            StateError: inside of `averaged`, for consumed arrays, or for a state of another step while `fit` takes
+            SelectionError: when an array of the new state is at two paths, or is also a frozen leaf.
+            StateError: inside of `averaged`, for donated arrays, or for a state of another step while `fit` takes
                 steps.
-            ConfigError: for a step that is not a valid number of steps.
+            ConfigError: for a `step` below 0 or above 2**31 - 1.
         """
         return self._store.state
 
@@ -230,7 +232,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The current model. The next step consumes the trainable arrays of a pytree.
+        """The current model. For a pytree, the next step donates its trainable and mutable arrays.
 
         A mutable object gets its arrays back; the next step starts from the changes made in it.
         """
@@ -256,27 +258,27 @@ class Trainer:
         return self._compiled.budget_bytes
 
     @budget_bytes.setter
-    def budget_bytes(self, budget_bytes: int | None) -> None:
-        self._compiled.set_budget(budget_bytes)
+    def budget_bytes(self, budget: int | str | None) -> None:
+        self._compiled.set_budget(budget)
 
     def update(self, model: Tree) -> None:
         """Replace the weights by those of another pytree or Equinox module with the structure of the model.
 
         Args:
-            model: the new model; the trainer owns its trainable and mutable arrays from then on.
+            model: the new model, whose trainable and mutable arrays the next step donates.
 
         Raises:
             StructureError: when a leaf has another shape or dtype, or paths or containers differ.
             SelectionError: when a trainable or mutable array is also at another path.
             ConfigError: for a layerwise step, and for a mutable object, which you change itself.
-            StateError: inside of `averaged`, or for arrays that were consumed.
+            StateError: inside of `averaged`, or for arrays that were donated.
         """
         self._store.update(model)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Replace the trainable leaves by the running average of `lowtide.train.ema`, inside a ``with`` block.
 
-        For evaluation, prediction and export: the block cannot train, save or restore, and changes in it are lost.
+        Use it for evaluation, prediction and export. The block cannot train, save or restore, and loses all changes.
 
         Raises:
             ConfigError: when the optimizer keeps no average of all trainable leaves.
@@ -290,24 +292,24 @@ class Trainer:
 
     @property
     def position(self) -> Mapping[str, Any] | None:
-        """Position in the run's data, as the last restored checkpoint or ended `fit` stored it."""
+        """Position in the run's data, stored by the last restored checkpoint or ended `fit`; None before that."""
         return self._snapshots.metadata.position
 
     @property
     def has_eval_data(self) -> bool:
-        """Whether the `fit` that is running evaluates."""
+        """Whether a `fit` is running that has evaluation data."""
         return (session := self._active_session()) is not None and session.eval_data is not None
 
     @property
     def stages(self) -> StageReport | None:
-        """Report on what each rank of a pipeline holds; available after `preflight` or `memory`."""
+        """Memory of each rank of a pipeline; None without a pipeline, or before `preflight` or `memory`."""
         return self._compiled.stages
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
         """The jitted step ``(trainable, optimizer, mutable, step, frozen, batch)``, which donates the first four.
 
-        It returns their new values and the metrics. For a pipeline with a chosen schedule, it is the newest one.
+        It returns their new values and the metrics. For a pipeline that adapts its schedule, it is the newest step.
         """
         return self._compiled.step_fn
 
@@ -333,15 +335,15 @@ class Trainer:
             The same report as `memory`.
 
         Raises:
-            OutOfMemoryError: for a step that needs more than `budget`, with the owners of its bytes and remedies.
+            OutOfMemoryError: for a step that needs more than `budget`, with the largest arrays and remedies.
 
         Memory:
-            None on the device. A pipeline with a chosen schedule compiles up to four times; a refusal compiles again.
+            None on the device. A pipeline that adapts compiles up to four times; for an error, the step compiles again.
         """
         return self._compiled.preflight(batch)
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
-        """Return the error that lists the owners of the step's bytes; see `preflight`."""
+        """Return the error of `preflight`; `when` is text for its message, such as ``"in fit"``."""
         return self._compiled.shortage(batch, when)
 
     def advance(self, batch: Tree) -> Tree:
@@ -351,10 +353,10 @@ class Trainer:
             batch: batch of the step.
 
         Returns:
-            The metrics, on the device.
+            The metrics, as device arrays.
 
         Raises:
-            DonationError, OutOfMemoryError: as `fit`.
+            DonationError, OutOfMemoryError: as in `fit`.
             StateError: in a callback of `fit`, or inside of `averaged`.
         """
         self._store.refuse_averaged("advance")
@@ -368,7 +370,7 @@ class Trainer:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `stop` was called in this run."""
+        """Whether `stop` was called in the current or last `fit`."""
         return self._is_stopped if (session := self._active_session()) is None else session.is_stopped
 
     @_add_hints(
@@ -394,35 +396,36 @@ class Trainer:
 
         Args:
             data: batches by step number: step k (from 0) trains on ``data[k]``, so a resumed run uses the same batches
-                as an uninterrupted one. Or an iterable of batches, which is iterated once per epoch. An object other
+                as an uninterrupted one. Or an iterable of batches, which is iterated once per epoch. An iterable other
                 than that of the previous `fit` starts at its beginning, unless the trainer was restored since.
             num_steps: the step to stop at; a restored trainer continues from its own step.
             num_epochs: the epoch to stop after. Step k then trains on ``data[k % len(data)]``, or for a
                 `grain.MapDataset` on ``data[k]``, where the dataset continues with later epochs.
             eval_data: batches for held-out evaluation, at the first and last step and every `eval_every` steps.
             eval_every: steps between evaluations; by default one evaluation after every epoch.
-            checkpoint_every: steps between checkpoints. With a `checkpoint_dir` the last step is saved, too; after an
-                exception only by a single process, and only if no earlier state was restored.
+            checkpoint_every: steps between checkpoints. With a `checkpoint_dir` the last step is saved, too. After an
+                exception, only a single process saves, and only if no earlier state was restored.
             callbacks: their hooks are called for every event.
             on_record: called with every record as soon as its values are known.
-            progress: print the step's bytes, evaluations, and a bar (some losses where there is no terminal) to the
-                first process's standard error.
+            progress: print the step's bytes, evaluations, and a progress bar (without a terminal, some losses) to
+                standard error of the first process.
 
         Returns:
             The records. A training record has ``step``, ``loss``, ``grad_norm`` of the trainable leaves, the loss
-            function's metrics, ``seconds``, and ``learning_rate`` with `optax.inject_hyperparams`. An evaluation record
-            has ``step``, ``eval_loss`` and metrics as ``eval_...``.
+            function's metrics, ``seconds`` of the step, and ``learning_rate`` with `optax.inject_hyperparams`. An
+            evaluation record has ``step``, ``eval_loss`` and metrics as ``eval_...``.
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
-            ConfigError: without an end; for an invalid number or callback; for `checkpoint_every` without a
-                `checkpoint_dir`; for `eval_every` or `best` without `eval_data`; for evaluations that lack `best`.
+            ConfigError: without `num_steps` and `num_epochs`; for an invalid number or callback; for `checkpoint_every`
+                without a `checkpoint_dir`; for `eval_every` or `best` without `eval_data`; when evaluations lack the
+                value `best`.
             OutOfMemoryError: for a step that needs more than `budget`; JAX's own error gets the same explanation in a
                 note.
             OutputError: when the `checkpoint_dir` holds a later step, or a checkpoint cannot be written.
             DataError: when `data` ends before the run, or `data` or `eval_data` cannot be used.
             NonFiniteError: for a loss, gradients or weights that are not finite, depending on `on_nan`.
-            StateError: inside of `averaged` or of another `fit`; when a step failed after it had consumed its state,
+            StateError: inside of `averaged` or of another `fit`; when a step failed after its state was donated,
                 and no copy of the state exists.
 
         Any other exception is raised unchanged, with a note about the step that the trainer holds. Ctrl-C takes effect
@@ -449,9 +452,9 @@ class Trainer:
 
         Leaving the loop early keeps the run at its current step: the values of all steps are read, but there is no last
         evaluation or checkpoint. Callbacks are notified of the end. Another session or `fit` continues from there, and
-        callbacks start counting anew in it. `Run.stop` ends the run as its last step does. An exception in the ``with``
-        block is handled like one in `fit`. A SIGTERM right before the loop is left takes effect at the end of the
-        block, without a checkpoint: call `save` in the block where that matters.
+        callbacks start counting anew in it. `Run.stop` ends the run with an evaluation and a checkpoint. An exception
+        in the ``with`` block is handled like one in `fit`. A SIGTERM right before the loop is left takes effect at the
+        end of the block, without a checkpoint: call `save` in the block where that matters.
 
         Args:
             data: as in `fit`.
@@ -526,7 +529,7 @@ class Trainer:
         self._store.give_back()
 
     def save(self) -> bool:
-        """Start to write a checkpoint of the state; in a callback also of the position of `fit` in its data.
+        """Start to write a checkpoint of the state, with the position in the data and the states of callbacks.
 
         Returns:
             False if this step is saved already. True if a checkpoint is written: for a new step, or for an old one
@@ -547,7 +550,7 @@ class Trainer:
 
         Args:
             step: step of the checkpoint; by default the newest one that can be read.
-            best: load the best checkpoint instead, which `Trainer` keeps.
+            best: load the checkpoint that the argument `best` of `Trainer` keeps.
 
         Returns:
             Step of the loaded checkpoint, or None when no checkpoint exists yet and `step` is None.
@@ -559,8 +562,8 @@ class Trainer:
             StateError: when no checkpoint can be read; inside of `averaged`; in a callback while `fit` takes steps.
 
         Warns:
-            UserWarning: for each damaged checkpoint (the one before it is then tried), for renamed ones, and for other
-                random settings of JAX than in the run that wrote it.
+            UserWarning: for each damaged checkpoint (the previous one is tried next), when damaged ones are renamed,
+                and when JAX's random settings differ from those of the run that wrote the checkpoint.
 
         Memory:
             The state's arrays are deleted before those of the checkpoint are read, so there are never two copies on the
@@ -634,7 +637,7 @@ class Trainer:
         """Return outputs of all batches, joined along their first axis, on the host.
 
         Args:
-            data: batches. Outputs are in their order: `array_data` shuffles unless ``seed=None``, and drops an
+            data: batches, in the order of the outputs: `array_data` shuffles unless ``seed=None``, and drops an
                 incomplete last batch unless ``drop_remainder=False``.
             fn: as in `predict_batches`.
             callbacks: notified of the beginning and the end.
@@ -673,7 +676,7 @@ def _choose_step(
     sharding: ShardingRules | None,
     pipeline: Schedule | Pipeline | None,
 ) -> tuple[TrainingStep, Callable[[Tree], Any] | None, ShardingRules | None, int]:
-    """Choose the training step, and the weight, sharding and number of microbatches that follow; as in `Trainer`."""
+    """Return the training step, and the weight, sharding and number of microbatches to use; as in `Trainer`."""
     if weight is not None and not callable(weight):
         raise ConfigError(f"weight must be a function of a batch that returns a number, not {shown(weight)}")
     _check_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
@@ -726,14 +729,14 @@ def _choose_step(
 
 
 def _refuse_conflicts(feature: str, conflicts: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise for the first setting that cannot be combined with a feature; each has a condition and a hint."""
+    """Raise `ConfigError` for the first conflict with a feature; `conflicts` maps settings to (is set, hint)."""
     for name, (is_set, hint) in conflicts.items():
         if is_set:
             raise ConfigError(f"{feature} cannot be combined with {name}", hint=hint)
 
 
 def _can_drop_update(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
-    """Return whether the step itself can drop its update."""
+    """Return whether a step can drop its own update; raise `ConfigError` for an impossible `on_nan`."""
     check_choice("on_nan", on_nan, ("abort", "skip", "roll_back", "ignore"))
     host_paths = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
     if is_layerwise:  # it may have updated layers before it reaches a gradient that is not finite

@@ -55,13 +55,13 @@ from ._storage import (
     warn_of_random,
 )
 
-# Orbax reports every save through absl at INFO and above; the trainer's own records contain what a user needs.
-# Failures in its threads and tasks are raised, so the traceback of each pending one is noise.
+# Orbax logs every save through absl at INFO and above; the trainer's own records contain what a user needs.
+# Orbax raises failures of its threads and tasks, so the tracebacks that it logs for them are noise.
 _QUIET = ("/futures/", "/checkpointers/async_checkpointer", "/checkpoint_manager")
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Return whether a record is not from Orbax, or is an error that Orbax does not raise."""
+    """Return whether a log record is not from Orbax, or is an error that Orbax does not raise."""
     path = record.pathname.replace("\\", "/")
     return "orbax/checkpoint/" not in path or (
         record.levelno >= logging.ERROR and not any(part in path for part in _QUIET)
@@ -79,16 +79,16 @@ _NEW, _OLD = ".new-", ".old-"
 _DELETED = f"{_OLD}checkpoints"
 """Folder to which Orbax moves checkpoints that are too old."""
 _VERIFY_SECONDS = 24 * 3600
-"""Time that processes wait for one another to read files; a process that dies is detected in another way."""
+"""Longest wait for other processes to read their files; a process that dies is detected in another way."""
 _EVALUATIONS = "evaluations.json"
 """File with the results of evaluations."""
 
 
 # Orbax renames a checkpoint when it is complete. The next run deletes incomplete ones of a killed run at its first
-# save, not before, so that a process may read while another run writes. A checkpoint that replaces another of its step
-# is complete under its own name before it takes the old one's place. An old checkpoint is renamed before it is deleted,
-# so a kill never leaves half of it under the name of a complete one. Signals wait while a save is started, and
-# interrupt only the wait for the save before: an interrupt elsewhere would make Orbax lose track of its writes.
+# save, not before, so that a process may read while another run writes. A checkpoint that replaces another one of the
+# same step is completed under a temporary name before the swap. An old checkpoint is renamed before it is deleted, so a
+# kill never leaves half of it under the name of a complete one. Signals are delayed while a save starts, and interrupt
+# only the wait for the previous save: an interrupt elsewhere would make Orbax lose track of its writes.
 class Checkpoints:
     """Numbered checkpoints in one folder. Mutable: it stores whether it has saved.
 
@@ -97,12 +97,12 @@ class Checkpoints:
         max_to_keep: number of newest checkpoints to keep.
         best: name of a value in evaluations, such as ``eval_loss``, whose best checkpoint is kept in addition.
         best_mode: ``"min"`` or ``"max"``.
-        like: the state to save, arrays or shapes, where it is known: then `checkpoint_bytes` bounds how much of it is
-            written at once. Otherwise Orbax decides.
+        like: the state to save, as arrays or shapes; the host memory of a save is then bounded as in
+            `checkpoint_bytes`. None: Orbax decides.
 
     Raises:
-        ConfigError: for another `best_mode`, no checkpoint to keep, or a URL; when Orbax is not installed.
-        OutputError: for a folder that cannot be made, or that holds foreign folders named like checkpoints.
+        ConfigError: for another `best_mode`, a `max_to_keep` below 1, or a URL; when Orbax is not installed.
+        OutputError: for a folder that cannot be made, or that holds other folders with names of checkpoints (digits).
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def look_again(self) -> int | None:
-        """Return `latest_step`, including checkpoints that another trainer wrote meanwhile; call it before a run."""
+        """Read the folder again and return `latest_step`, because another trainer may have written checkpoints."""
         _check_folder(self.directory)
         _refuse_foreign(self.directory)
         self.wait()
@@ -186,16 +186,16 @@ class Checkpoints:
         return self.best is not None and self._retention.add_evaluation(step, record, self._manager.all_steps())
 
     def changed(self, step: int) -> None:
-        """Record that weights were changed at a step: its evaluation does not apply to checkpoints written later."""
+        """Record that weights were changed at a step: its last evaluation does not hold for a later checkpoint."""
         self._retention.mark_changed(step)
 
     def save(self, step: int, state: Tree, notes: Mapping[str, Any], *, replace: bool = False) -> bool:
-        """Start to write a checkpoint. The arrays are copied to the host before this returns, so they may be donated.
+        """Start to write a checkpoint; when this returns, the arrays may be donated.
 
         Args:
-            step: the step.
+            step: number of the step, which names the checkpoint.
             state: any pytree of arrays.
-            notes: metadata of the step, as JSON.
+            notes: metadata of the step, as data that JSON can represent.
             replace: whether an existing checkpoint of this step is replaced.
 
         Returns:
@@ -204,13 +204,13 @@ class Checkpoints:
         Raises:
             ConfigError: when the notes are not JSON.
             StructureError: when two leaves have the same name in a checkpoint.
-            OutputError: when it or an earlier one cannot be written, or there is one of a later step.
+            OutputError: when this checkpoint or an earlier one cannot be written, or one of a later step exists.
 
         Memory:
-            None on the device. Host memory as in `checkpoint_bytes`. A small state has a copy until the write ends; a
-            checkpoint that replaces another waits for that. A large state is copied one leaf at a time, and training
-            waits. The compressed form needs as many bytes again. On CPUs the state is in host memory already and is not
-            copied.
+            None on the device. Host memory as in `checkpoint_bytes`. A small state is copied to the host until it is
+            written; only a checkpoint that replaces another is written before this returns. A large state is copied one
+            leaf at a time, and training waits. The compressed form needs as many bytes again. On CPUs the state is in
+            host memory already and is not copied.
         """
         is_existing = step == self._manager.latest_step()
         if is_existing and not replace:
@@ -246,7 +246,7 @@ class Checkpoints:
                 self._delete_old()
                 is_started = self._manager.save(step, args=args)
             if not self._is_copied:
-                self._finish()  # leaves are copied one at a time, and the next step would consume the rest
+                self._finish()  # leaves are copied one at a time, and the next step would donate the rest
         if not is_started:
             raise OutputError(
                 f"{self.directory}: step {step} was not saved, because step {self._manager.latest_step()} is there",
@@ -278,7 +278,7 @@ class Checkpoints:
                     new.rename(path)
 
     def _finish(self) -> None:
-        """Wait for started saves in another thread, because Orbax forgets a save when its wait is interrupted."""
+        """Wait in another thread for started saves, because Orbax forgets a save if the wait is interrupted."""
         concurrent.futures.wait([self._waiter.submit(self._manager.wait_until_finished)])
         with delay_signals():
             self._manager.wait_until_finished()  # raises failures, which Orbax does once in each thread
@@ -291,7 +291,7 @@ class Checkpoints:
         except OutputError:
             raise
         except Exception as error:  # any error of Orbax, TensorStore or the file system
-            self._has_saved = False  # the next save deletes the remains first
+            self._has_saved = False  # the next save first deletes the incomplete checkpoint
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             hint = "free some space, or choose another checkpoint_dir; the trainer keeps its state"
             if jax.process_count() > 1:
@@ -321,7 +321,7 @@ class Checkpoints:
         return dict(self._manager.restore(step, args=args)[_NOTES])
 
     def existing(self, step: int | None) -> int:
-        """Return a step, or the best one for None; raise `ConfigError` when there is no such checkpoint."""
+        """Return `step`, or the best step for None; raise `ConfigError` if it has no checkpoint."""
         self.wait()
         steps = sorted(self._manager.all_steps())
         selected = self.best_step() if step is None else step
@@ -343,13 +343,13 @@ class Checkpoints:
         Args:
             step: step of the checkpoint.
             like: as in `restore`.
-            given: the run's own metadata, to compare with: ``base``, the fingerprint of frozen leaves;
-                ``arrangement``, the layer of every row of a pipeline's state; ``random``, how numbers are drawn.
-            give_up: called before arrays are read, to free the old ones.
+            given: metadata of this run to compare with the notes: ``base``, the fingerprint of frozen leaves;
+                ``arrangement``, the layer in each row of a pipeline's state; ``random``, kinds and settings of keys.
+            give_up: called before arrays are read, to free the old arrays.
 
         Raises:
             StructureError: for a checkpoint of another model, or over another base.
-            StateError: when it cannot be read, or differs from what was written.
+            StateError: when the checkpoint cannot be read, or its files differ from what was written.
         """
         # Each process verifies a part of the files; all raise if any file is damaged.
         reason = find_damage(self.directory / str(step), jax.process_index(), jax.process_count())
@@ -387,7 +387,7 @@ class Checkpoints:
     ) -> tuple[int, Tree, dict[str, Any]] | None:
         """Read the newest checkpoint that can be read, as `read` does; return None when there is no checkpoint.
 
-        `StateError` is raised when none of them can be read.
+        Raise `StateError` if there are checkpoints, but none can be read.
         """
         self.wait()
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -412,7 +412,7 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints after a step; none of them can be read."""
+        """Rename the checkpoints of steps above `after`, because none of them can be read."""
         self._set_aside([step for step in self._manager.all_steps() if step > after])
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -439,7 +439,7 @@ class Checkpoints:
             )
 
     def check(self, step: int, like: Tree) -> None:
-        """Raise `StructureError` unless a checkpoint holds a state of this structure; reads no array."""
+        """Raise `StructureError` unless a checkpoint has the leaves, shapes and dtypes of `like`; read no array."""
         stored = dict(self._manager.item_metadata(step)[_STATE])
         check_leaves(stored, like, step, self.directory)
 
@@ -473,9 +473,9 @@ class Checkpoints:
 
 
 # --- which checkpoints are kept --------------------------------------------------------------------------------------
-# The newest, and the best of those that were evaluated. The results of evaluations are in one small file next to the
-# checkpoints, so that a checkpoint may also be evaluated after it was written. A result is written before its
-# checkpoint. So a checkpoint never lacks its result, and a result without a checkpoint is ignored.
+# The newest ones are kept, and the best of those that were evaluated. The results of evaluations are in one small file
+# next to the checkpoints, so that a checkpoint may also be evaluated after it was written. A result is written before
+# its checkpoint. So a checkpoint never lacks its result, and a result without a checkpoint is ignored.
 
 
 class _Retention:
@@ -512,12 +512,12 @@ class _Retention:
         return [step in steps_to_keep for step in steps]
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Return the best of these steps (the first of equal ones), or None when none was evaluated."""
+        """Return the best of these steps (the first of equal ones), or None if none was evaluated."""
         evaluated_steps = sorted(step for step in steps if math.isfinite(self._value(step)))
         return min(evaluated_steps, key=self._value) if evaluated_steps else None
 
     def add_evaluation(self, step: int, record: Mapping[str, float], steps: Iterable[int]) -> bool:
-        """Store the result of an evaluation, and return whether it is the best of these steps (of checkpoints)."""
+        """Store the result of an evaluation; return whether it is the best, among those of the checkpoints `steps`."""
         names = [name for name in record if name != "step"]
         if self.best not in names:
             problem = f"best={self.best!r} is not a value of the evaluation, which has {', '.join(names)}"
@@ -530,11 +530,11 @@ class _Retention:
         return self.best_step([*other_steps, step]) == step
 
     def mark_changed(self, step: int | None) -> None:
-        """Record that weights were changed at a step; None means that they are those of a checkpoint again."""
+        """Record that weights were changed at a step; None means that they were restored from a checkpoint."""
         self._changed_step = step
 
     def forget_if_changed(self, step: int) -> None:
-        """Drop the result of weights that were changed since; call it before the checkpoint of a step is written."""
+        """Drop the evaluation of a step if its weights have changed since; call it before its checkpoint is written."""
         if self._changed_step == step and self._evaluations.pop(step, None) is not None:
             self._write()
 
@@ -543,7 +543,7 @@ class _Retention:
             write_files(self._directory, {_EVALUATIONS: (json.dumps(self._evaluations) + "\n").encode()})
 
     def _value(self, step: int) -> float:
-        """Return a rank of a step: lower is better, and infinity means unknown."""
+        """Return the value of a step, with the sign that makes lower better; it is infinite if unknown."""
         return self._sign * self._evaluations.get(step, {}).get(self.best or "", math.inf)
 
 
@@ -564,7 +564,7 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 class _Deletion:
-    """Deletes what a folder holds at `begin`, and the folder once it is empty; in a thread, as it may take long.
+    """Deletion, in a thread, of the contents that a folder has at `begin`, and of the folder once it is empty.
 
     Mutable: it holds the thread and its paths.
     """

@@ -1,7 +1,8 @@
-"""Copies of the state to which a trainer can return: the newest checkpoint, and one copy on the host.
+"""Copies of the state to which a trainer can return: the newest checkpoint, and at most one copy on the host.
 
-A step consumes its state: if it fails on the device, neither its inputs nor its results can be read. So a copy is kept
-where it needs no device memory: in a checkpoint, and before the first checkpoint on the host.
+A step donates its state. If it fails on the device, neither its inputs nor its results can be read. So copies are kept
+where they need no device memory. With `rollback`, the state is copied to the host at the start of a run and after each
+epoch, unless a checkpoint already holds it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class RunMetadata(NamedTuple):
     position: Mapping[str, Any] | None = None
     """Position of the run in its data."""
     callbacks: Mapping[str, Any] | None = None
-    """States of the run's callbacks, until a run has resumed them."""
+    """States of the run's callbacks; None once a later run has resumed them."""
 
 
 class Snapshots:
-    """The copies of a state, and the ways to restore them. Mutable: every copy replaces the one before.
+    """The copies of a state, and the ways to restore them. Mutable: every copy replaces the previous one.
 
-    With `rollback`, one copy is kept on the host. `arrangement` is the layer of every row of the state, or None
-    for the order of the model.
+    With `rollback`, one copy is kept on the host. The state of a pipeline may stack its layers in another order than
+    the model: `arrangement` then lists the layer in each row of the stack, -1 for padding; else None.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class Snapshots:
         self.metadata = RunMetadata()
         """Metadata of the state, as the last restored checkpoint or ended run stored it."""
         self._snapshot: tuple[HostSnapshot, RunMetadata, int] | None = None
-        """A copy of the state, its metadata and its step."""
+        """The copy of the state on the host, its metadata and its step."""
         self._saved_state: weakref.ref[TrainState] | None = None
         """The state that was last saved or restored."""
         self._digest: tuple[Tree, str] | None = None
 
     def set_metadata(self, metadata: RunMetadata) -> None:
-        """Replace the metadata of the state: a run stores its own at its end, and removes what it has resumed."""
+        """Replace the metadata: a run stores its position when it ends, and clears the callback states it resumed."""
         self.metadata = metadata
 
     def take(self, metadata: RunMetadata) -> None:
@@ -109,7 +110,11 @@ class Snapshots:
         return restored_step
 
     def recover(self) -> str:
-        """Restore a valid state after an exception, or raise `StateError`; several processes only return a message."""
+        """Restore a copy after an exception if the state is lost; return a message on how to continue.
+
+        Several processes restore nothing, because one of them cannot restore alone. A single process raises
+        `StateError` if there is no copy.
+        """
         if self._processes.count > 1:  # one of several processes cannot restore alone
             latest = None if self.checkpoints is None else self.checkpoints.latest_step()
             newest = "there is no checkpoint" if latest is None else f"the newest checkpoint is of step {latest}"
@@ -177,7 +182,7 @@ class Snapshots:
             raise
 
     def _identity(self) -> dict[str, Any]:
-        """Return the metadata that identifies the run of a checkpoint."""
+        """Return the metadata that shows whether a checkpoint fits this run."""
         if self._digest is None or self._digest[0] is not self._store.frozen:  # `update` may replace frozen leaves
             self._digest = self._store.frozen, fingerprint(self._store.frozen, self._arrangement)
         keys = [str(jax.random.key_impl(leaf)) for leaf in jax.tree.leaves(self._store.state) if is_key(leaf)]
@@ -214,13 +219,13 @@ def require_checkpoints(checkpoints: Checkpoints | None, feature: str) -> Checkp
 
 
 def _stored_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of a leaf in a checkpoint, which stores random keys as numbers."""
+    """Return the shape of a leaf in a checkpoint, which stores random keys as integers."""
     numbers = key_numbers(leaf)
     return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=numbers.sharding)
 
 
 def _restore_key(numbers: Any, like: Any) -> Any:
-    """Convert numbers to random keys where `like` is a key, even if its array was consumed."""
+    """Convert integers to random keys if `like` is a key, even if the array of `like` was donated."""
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like)) if is_key(like) else numbers
 
 
@@ -236,14 +241,14 @@ class HostSnapshot:
 
 
 class _HostArray:
-    """The shards of an array that this process holds, on the host."""
+    """A copy, on the host, of the shards of an array on this process's devices."""
 
     def __init__(self, leaf: Any) -> None:
         self._impl = jax.random.key_impl(leaf) if is_key(leaf) else None
         leaf = key_numbers(leaf)
         self._shape, self._sharding = leaf.shape, leaf.sharding
-        # On a CPU, NumPy would share the buffer, which the next step consumes.
-        shards = {str(shard.index): shard for shard in leaf.addressable_shards}  # each once, if several devices hold it
+        # On a CPU, NumPy would share the buffer, which the next step donates.
+        shards = {str(shard.index): shard for shard in leaf.addressable_shards}  # replicas count once
         parts = {index: np.array(shard.data, copy=True) for index, shard in shards.items()}
         self._shards = [(shard.device, parts[str(shard.index)]) for shard in leaf.addressable_shards]
 
@@ -253,9 +258,9 @@ class _HostArray:
             jax.device_put(value, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
             for device, value in self._shards
         ]
-        # A new buffer: on a CPU, device_put may share NumPy's buffer, and the next step would consume it.
+        # A new buffer: on a CPU, device_put may share NumPy's buffer, and the next step would donate it.
         parts = [part.copy() for part in parts] if kind != "pinned_host" else parts
-        # For an array on one device, make_array_from_single_device_arrays would lose host memory in the type
+        # For an array on one device, make_array_from_single_device_arrays drops the memory kind from the array's type
         # (jax 0.10).
         is_whole = isinstance(self._sharding, jax.sharding.SingleDeviceSharding)
         array = parts[0] if is_whole else jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)

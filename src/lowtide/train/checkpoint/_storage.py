@@ -1,7 +1,7 @@
 """Stored form of a checkpoint: leaves by name in chunks, the reader of the chunks, and checksums of the files.
 
-A state is stored as a flat dictionary from tree path to array, without leaves that have no elements, because Orbax
-refuses them. A restore makes them from the given structure. Orbax writes through TensorStore: one Zarr array for each
+A state is stored as a flat dictionary from tree path to array. Orbax refuses leaves without elements, so they are not
+stored, and a restore makes them from the expected structure. Orbax writes through TensorStore: one Zarr array for each
 leaf, in one OCDBT database (see Orbax' documentation of its checkpoint format).
 """
 
@@ -45,7 +45,7 @@ the split. (glibc keeps freed blocks of less than 32 MiB, some for each thread.)
 _COPY_BYTES = 512 * 1024**2
 """Host memory that a copy of the state may use, so that training continues during a save."""
 _ROW_BYTES = 4 * 1024**2
-"""Rows of at least this size are one chunk each: a contiguous chunk needs no copy for compression."""
+"""Rows of at least this size, along the first axis, share no chunk: a contiguous chunk is compressed without a copy."""
 _LEAST_BYTES = 4 * 1024
 """Smaller chunks are avoided, because TensorStore needs 0.2 ms for each."""
 _AHEAD_BYTES = 3 * CHUNK_BYTES // 2
@@ -59,7 +59,7 @@ _BUFFER_BYTES, _NUM_THREADS = 1 << 22, 8
 
 
 def flatten_state(state: Tree) -> dict[str, Any]:
-    """Return the leaves that a checkpoint holds, by their names in it; raise if two leaves have the same name."""
+    """Return the leaves to store, by their names in the checkpoint; raise if two leaves have the same name."""
     named_leaves: dict[str, Any] = {}
     for path, leaf in leaves_with_paths(state):
         name = _name(path)
@@ -71,7 +71,7 @@ def flatten_state(state: Tree) -> dict[str, Any]:
 
 
 def largest_leaf(state: Tree) -> int:
-    """Return the bytes of the largest leaf, over all devices."""
+    """Return the bytes of the largest leaf, all its shards together."""
     return max((leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)), default=0)
 
 
@@ -85,7 +85,7 @@ def chunking(leaf: Any) -> dict[str, Any]:
 
 
 def _chunk_bytes(leaf: Any, limit: int, has_row_chunks: bool) -> int:
-    """Return the bytes of a chunk as Orbax (0.11) splits a leaf: into divisors of its lengths, longest axis first."""
+    """Return the bytes of a chunk as Orbax (0.11) splits a leaf: it divides axes evenly, the longest first."""
     dims = _part_shape(leaf)
     factors = [_divisors(size) for size in dims]  # the last divisor of each axis is the chunk's length
     is_cut = [size != full for size, full in zip(dims, leaf.shape, strict=True)]  # sharded axes are split before others
@@ -129,9 +129,9 @@ def checkpoint_bytes(state: Tree) -> CheckpointBytes:
         state: a trainer's `state`, of arrays or of `jax.ShapeDtypeStruct`s, with shardings where they matter.
 
     Returns:
-        Bounds in bytes. A save writes the largest leaf, over all devices, and a few chunks of 64 MiB at once. Unless
-        the device is a CPU, these bytes are copied from it first. A restore reads a few chunks, and one device's shard
-        of a leaf in host memory.
+        Bounds in bytes. A save writes the largest leaf (all shards together) and a few chunks of 64 MiB at once. Except
+        on a CPU, these bytes are first copied from the device. A restore reads a few chunks at once. For a leaf in host
+        memory, it also holds one device's shard.
 
     Memory:
         None.
@@ -177,7 +177,7 @@ def _copied_bytes(leaf: Any) -> int:
 
 
 def unflatten_state(values: dict[str, Any], like: Tree) -> Tree:
-    """Return the state whose leaves `flatten_state` has named; the dictionary is empty afterwards."""
+    """Return a tree like `like` from leaves by the names of `flatten_state`; empty the dictionary meanwhile."""
 
     def restore_leaf(path: str, leaf: Any) -> Any:
         if _name(path) in values:
@@ -191,7 +191,7 @@ def unflatten_state(values: dict[str, Any], like: Tree) -> Tree:
 
 
 def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Path) -> None:
-    """Raise unless a checkpoint, with these shapes and dtypes by name, holds a state with the structure of `like`."""
+    """Raise `StructureError` unless the leaves in a checkpoint have the names, shapes and dtypes of `like`."""
     actual = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
     expected = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in flatten_state(like).items()}
     if actual != expected:
@@ -204,16 +204,16 @@ def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Pa
 
 
 class Rearrangement:
-    """Layers in the order of a checkpoint, for a state with another order.
+    """Conversion of stacked layers from the order in a checkpoint to the current order of the state.
 
-    `saved` and `current` have the layer of every row, -1 for padding; None is the order of the model.
+    `saved` and `current` list the layer in each row of the stack, -1 for padding; None is the order of the model.
     """
 
     def __init__(self, saved: Sequence[int] | None, current: Sequence[int] | None, like: Tree) -> None:
         stacked = (
             leaf.shape[0] for path, leaf in leaves_with_paths(like) if model_part(path) == "layers" and leaf.ndim
         )
-        # If no layer is trainable, the state has no rows, and the other order gives their number.
+        # If no layer is trainable, the state has no rows, and `saved` or `current` gives their number.
         num_rows = next(stacked, 1 + max(saved or current or ()))
         self._current = list(range(num_rows) if current is None else current)
         num_layers = 1 + max(self._current if saved is None else saved)
@@ -224,8 +224,8 @@ class Rearrangement:
             raise StructureError(f"the checkpoint has {num_layers} layers, but the model has {len(layers)}")
         for path, leaf in leaves_with_paths(like):
             is_unstacked = leaf.size > 1 and not self._is_stacked(path, leaf)
-            # Optimizer state that mirrors weights has `outer` or `layers` in its path. Its other state may mix layers.
-            # Weights and keys outside of both have no rows.
+            # Optimizer state that mirrors weights has `outer` or `layers` in its path. Other optimizer state may mix
+            # layers. Weights and random keys with neither in their path have no rows.
             if is_unstacked and (
                 model_part(path) == "layers" or (model_part(path) is None and path.startswith("opt_state"))
             ):
@@ -253,7 +253,7 @@ class Rearrangement:
         return map_with_paths(source_struct, self._like)
 
     def apply(self, state: Tree) -> Tree:
-        """Bring the restored state into its own order, one leaf at a time."""
+        """Bring the layers of a restored state into the current order, one leaf at a time."""
         targets = dict(leaves_with_paths(self._like))
 
         def reorder_leaf(path: str, leaf: Any) -> Any:
@@ -271,7 +271,7 @@ class Rearrangement:
 
 
 def check_origin(step: int, notes: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise when a checkpoint was trained over other frozen weights, or with another implementation of random keys."""
+    """Raise if a checkpoint was trained over other frozen weights, or with another implementation of random keys."""
     if notes.get("base") not in (None, current["base"]):
         problem = f"the checkpoint of step {step} was trained over other frozen weights"
         got = f"fingerprint {current['base']}, not {notes['base']}"
@@ -285,7 +285,7 @@ def check_origin(step: int, notes: Mapping[str, Any], current: Mapping[str, Any]
 
 
 def warn_of_random(step: int, saved: Mapping[str, Any] | None, current: Mapping[str, Any]) -> None:
-    """Warn when JAX's settings draw other random numbers than they did until this checkpoint."""
+    """Warn if JAX's random settings differ from those of the run that wrote the checkpoint."""
     saved_settings: Mapping[str, Any] = {} if saved is None else saved["settings"]
     changed = [f"{name}={value!r}" for name, value in saved_settings.items() if current["settings"].get(name) != value]
     if changed:
@@ -308,7 +308,7 @@ def _name(path: str) -> str:
 
 
 def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Read the leaves of a checkpoint by name; each process reads the shards on its devices alone.
+    """Read the leaves of a checkpoint by name; each process reads only the shards on its devices.
 
     `like` has the stored shapes, dtypes and shardings (None: JAX's default device). The host holds `_AHEAD_BYTES` of
     chunks, decompressed and compressed, the chunk that is being placed, and a shard of a leaf in host memory.
@@ -330,13 +330,13 @@ def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
-    """Yield the pieces of a part of an array, along the borders of its chunks; a few are read ahead."""
+    """Yield the part `index` of a stored array in pieces, cut at the borders of chunks; a few are read ahead."""
     itemsize = stored.dtype.numpy_dtype.itemsize
     # The chunk shape of a scalar is None.
     chunk = _join_chunks(stored.chunk_layout.read_chunk.shape or (), stored.shape, itemsize)
     chunk_bytes = math.prod(chunk) * itemsize
     pending_reads: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
-    parts = [  # the parts of each axis that the borders of the chunks separate
+    parts = [  # slices of each axis, cut at the borders of the chunks
         [
             slice(max(start, axis.start), min(start + size, axis.stop))
             for start in range(axis.start // size * size, axis.stop, size)
@@ -355,7 +355,7 @@ def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
 
 
 def _join_chunks(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Join small chunks, such as those of a table with a prime number of rows: each piece costs a program call."""
+    """Return the shape of a piece: small chunks are joined, because each piece costs a program call."""
     sizes = list(chunk)
     for axis in reversed(range(len(sizes))):
         max_chunks = _JOINED_BYTES // (math.prod(sizes) * itemsize)
@@ -369,15 +369,15 @@ def _join_chunks(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) 
 # renamed. A checkpoint with its final name therefore has checksums of the saved bytes, however long the save took.
 #
 # The checksums cover files, not arrays, because files get damaged. So notes and metadata are covered, and no array is
-# copied. The trainer keeps its state if the checkpoint turns out to be damaged, and the number of devices may change.
-# CRC-32 detects all damage within 32 bits, and misses one in 4e9 other damages.
+# copied. The number of devices may change, and the trainer keeps its state if the checkpoint turns out to be damaged.
+# CRC-32 detects all damage within 32 bits, and misses one in 4e9 of other damages.
 #
 # Known inefficiencies: written files are read again, in a thread next to the training; with several processes, the
-# first one reads all of them. A restore first reads them a third time, with a part in each process.
+# first one reads all of them. A restore first reads them again to verify them, a part in each process.
 
 
 def checksummed_folder(ocp: Any, directory: Path) -> type[Any]:
-    """Return Orbax's class for the folder of an incomplete checkpoint, extended by checksums before the rename."""
+    """Return a subclass of Orbax's temporary folder of a checkpoint that writes checksums before the final rename."""
 
     class ChecksummedFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
         async def finalize(self) -> None:
@@ -400,7 +400,7 @@ def write_checksums(folder: Path) -> None:
 def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     """Return the first file that differs from what was written, with the difference; None if there is no damage.
 
-    The sizes of all files are compared, and the checksums of part `part` of `num_parts`.
+    The sizes of all files are compared, and the checksums of every `num_parts`-th file, from number `part` on.
     """
     if not (folder / CHECKSUMS).is_file():
         return f"{CHECKSUMS} is missing"
