@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ from lowtide.core import ConfigError
 from lowtide.losses import chunked_cross_entropy
 from lowtide.memory import Finding, analyze, compile, lint
 from lowtide.memory._analysis import examine
-from lowtide.memory.advice._lint import lint_owners
-from lowtide.memory.advice._rules import RULES
+from lowtide.memory.advice import _lint
+from lowtide.memory.advice._findings import RULE_FUNCTIONS, RULES, Step
+from lowtide.memory.advice._lint import run_rules
 
 MIB = 2**20
 TARGETS = ["cpu", pytest.param("v5e", marks=pytest.mark.tpu_aot)]
@@ -241,6 +243,23 @@ def test_every_rule_explains_itself() -> None:
     for rule in RULES:
         text = str(Finding(rule=rule, path="a/b", num_bytes=2048, remedy="do it", detail="why"))
         assert text == f"{rule}: a/b, 2.00 KiB: {RULES[rule]} (why)\n  hint: do it"
+
+
+def test_rules_read_only_the_parts_of_a_step_that_they_need() -> None:
+    program = compile(sgd, shape(64, 64), shape(8, 64))
+    report, owners = examine(program)
+    for function, needs in RULE_FUNCTIONS:
+        parts = owners if "owners" in needs else None, program.jaxpr if "jaxpr" in needs else None
+        rules = {finding.rule for finding in function(Step(report, *parts))}
+        assert rules <= RULES.keys()
+
+
+def test_without_a_dump_only_rules_that_need_no_owners_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    constant = np.ones((512, 1024), np.float32)
+    program = compile(lambda w: w + constant, shape(512, 1024))
+    monkeypatch.setattr(_lint, "compile_program", lambda *_: dataclasses.replace(program, hlo=None))
+    findings = lint(sgd)
+    assert [(finding.rule, finding.num_bytes) for finding in findings] == [("large-constant", 2 * MIB)]
 
 
 def test_averages_and_statistics_are_no_state_of_frozen_leaves() -> None:
@@ -499,7 +518,7 @@ def test_frozen_weights_held_in_two_precisions(name: str) -> None:
         step, args = over_frozen(dtype)
         report, owners = examine(compile(step, *args, target=name))
         assert owners is not None
-        return report.device_bytes, [f for f in lint_owners(owners, report) if f.rule == "frozen-cast"]
+        return report.device_bytes, [f for f in run_rules(owners, report) if f.rule == "frozen-cast"]
 
     before, (finding,) = linted(jnp.float32)
     assert (finding.path, finding.num_bytes) == ("base", 64 * MIB)

@@ -12,7 +12,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError
-from lowtide.ops import AttentionMask, attention_implementation
+from lowtide.ops import AttentionMask, _attention, attention_implementation
 from lowtide.ops._options import ScoreOptions
 from tests.ops.all_scores import of_all_scores
 
@@ -183,6 +183,28 @@ def test_bad_input(shapes: Any, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         attention(*arrays, **options)
     assert "\nhint: " in str(refused.value)
+
+
+def test_a_row_of_kernels_is_checked_selected_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(_attention.KERNELS) < set(lt.ops.IMPLEMENTATIONS)
+    calls: list[bool] = []
+
+    def attend(q: Any, *_: Any, is_required: bool) -> Any:
+        calls.append(is_required)
+        return q
+
+    def unsupported_reason(q: Any, *_: Any) -> str:
+        return "" if q.dtype == jnp.float32 else f"{q.dtype}"
+
+    kernel = _attention.AttentionKernel("a kernel", "float32", unsupported_reason, lambda q, *_: q.shape[1] > 2, attend)
+    monkeypatch.setattr(_attention, "KERNELS", {"cudnn": kernel})
+    for options in ({}, {"implementation": "cudnn"}):
+        attention(*3 * [ones(1, 4, 2, 8)], **options)
+    attention(*3 * [ones(1, 2, 2, 8)])  # not preferred
+    attention(*3 * [ones(1, 4, 2, 8, dtype=jnp.bfloat16)])  # not supported
+    assert calls == [False, True]
+    with pytest.raises(ConfigError, match=r"a kernel cannot compute this\n.*expected: float32\n.*got: bfloat16"):
+        attention(*3 * [ones(1, 4, 2, 8, dtype=jnp.bfloat16)], implementation="cudnn")
 
 
 def test_a_mask_of_another_type_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -226,7 +227,8 @@ def test_one_that_is_asked_for_by_name_is_there_or_refused() -> None:
         named(*(jnp.ones((1, 128, 2, 64)) for _ in range(3)))
 
 
-def test_what_only_models_say_is_left_to_blocks() -> None:
+def test_what_only_models_say_is_left_to_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_splash, "traced_device", lambda: types.SimpleNamespace(platform="tpu"))
     q, plain = jnp.ones((1, 1024, 2, 64)), ScoreOptions(1.0)
     assert _splash.unsupported_reason(q, q, AttentionMask(window=100), plain) == ""
     assert "differs between layers" in _splash.unsupported_reason(q, q, AttentionMask(window=jnp.int32(9)), plain)

@@ -1,4 +1,4 @@
-"""Compile for present or absent hardware, and report the owner of every byte of the program."""
+"""Compile for present or absent hardware, and report the owners of the program's bytes."""
 
 from ..hlo import crossed_donations as crossed_donations
 from ..hlo import is_out_of_memory as is_out_of_memory
@@ -24,13 +24,13 @@ from .advice._extrapolation import ByteFit as ByteFit
 from .advice._extrapolation import Extrapolation as Extrapolation
 from .advice._extrapolation import SizePoint as SizePoint
 from .advice._extrapolation import extrapolate as extrapolate
+from .advice._findings import Finding as Finding
 from .advice._lint import lint as lint
 from .advice._oom import explain_oom as explain_oom
 from .advice._oom import shortage as shortage
 from .advice._remedies import Remedy as Remedy
 from .advice._remedies import advise as advise
 from .advice._remedies import remedies as remedies
-from .advice._rules import Finding as Finding
 
 __all__ = [
     "Buffer",

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ..core import ConfigError, TargetError, check_type, format_bytes, leaves_with_paths
+from ..core import TargetError, format_bytes, leaves_with_paths
 from ..core._compat import has_cudnn
 from ..hlo import (
     DEVICE_COLOR,
@@ -34,16 +34,14 @@ from ..hlo import (
     named_leaves,
     positions,
 )
-from ..report import DERIVED_ROLES, Buffer, MemoryReport, Space, SpaceBytes, live_bytes
+from ..report import Buffer, MemoryReport, Space, SpaceBytes, live_bytes
 from ..targets import Target, resolve_target
 from ._isolation import run_isolated
 from ._owners import Owners
+from ._roles import Role, argument_roles, named_roles
 
-Role = int | str | Sequence[int | str]
-"""Arguments of a role: a position, a keyword, or several of these."""
 _NOTABLE_BYTES = 2**20
 """Constants outside the figures get a note from this size on."""
-_RESERVED = ("other", *DERIVED_ROLES)
 _SLICES = ("dynamic-slice", "slice", "gather")
 _PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
 _HOST_NOTES = {
@@ -188,7 +186,7 @@ def analyze(
         options = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, "roles": roles, "kwargs": kwargs}
         return run_isolated(analyze, fn, args, options, resolve_target(target))
     # Check the roles before the compiler, which may take minutes.
-    _roles_by_argument(roles or {}, len(args), list(kwargs), positions("static_argnums", static_argnums, len(args)))
+    argument_roles(roles or {}, [], len(args), list(kwargs), positions("static_argnums", static_argnums, len(args)))
     program = compile_program(fn, args, kwargs, target, donate_argnums, static_argnums)
     return examine(program, roles)[0]
 
@@ -251,8 +249,7 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
         is_aliased = aliased(stages, leaves) if hlo is None else aliased_in(hlo, leaves)
         figures = _Figures.of_stats(stages.memory_analysis(), leaves, host_outputs(stages), is_aliased)
     num_args = len(stages.args_info[0]) + len(static)
-    roles_by_argument = _roles_by_argument(roles or {}, num_args, list(stages.args_info[1]), static)
-    leaf_roles = [roles_by_argument.get(leaf.argument, "other") for leaf in figures.leaves]
+    leaf_roles = argument_roles(roles or {}, figures.leaves, num_args, list(stages.args_info[1]), static)
     dynamic = [position for position in range(num_args) if position not in static]
     figures = dataclasses.replace(figures, leaves=[_with_call_position(leaf, dynamic) for leaf in figures.leaves])
     placement = _host_placement(target, figures, program.host_paths)
@@ -274,11 +271,9 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
 
 def examine_dump(hlo: Any, target: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
     """Report on a program of which only the dump exists. A program that the compiler rejected has no `stats`."""
-    # JAX recorded a name for the parameter of each argument. The role of an argument is that name, unless `roles` maps
-    # the name to another role.
-    leaves = named_leaves(hlo)
+    leaves = named_leaves(hlo)  # JAX recorded a name for the parameter of each argument
     figures = _Figures.of_allocations(hlo, leaves) if stats is None else _Figures.of_stats(stats, leaves, {}, [])
-    leaf_roles = [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
+    leaf_roles = named_roles(roles, leaves)
     owners = Owners(hlo, leaves, leaf_roles, None, figures.totals)
     return _report(target, figures, owners, leaf_roles, list(dict.fromkeys(leaf_roles)), _HostPlacement({}, {})), owners
 
@@ -426,34 +421,7 @@ def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
     )
 
 
-# --- roles and paths of arguments ------------------------------------------------------------------------------------
-
-
-def _roles_by_argument(
-    roles: Mapping[str, Role], num_args: int, keywords: Sequence[str], static: Sequence[int]
-) -> dict[int | str, str]:
-    """Return roles by argument: the position among the arguments that are not static, or the keyword."""
-    dynamic = {position: index for index, position in enumerate(p for p in range(num_args) if p not in static)}
-    keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: index for p, index in dynamic.items()}}
-    keys.update({keyword: keyword for keyword in keywords})
-    owners: dict[int | str, str] = {}
-    check_type("roles", roles, Mapping, 'a mapping such as {"params": 0}', hint="name the position or the keyword")
-    for role, arguments in roles.items():
-        if role in _RESERVED:
-            raise ConfigError(f"the role name {role!r} is reserved", hint=f"reserved: {', '.join(_RESERVED)}")
-        for argument in (arguments,) if isinstance(arguments, (int, str)) else arguments:
-            if argument not in keys:
-                keyword_text = f" or keywords {sorted(keywords)}" if keywords else ""
-                raise ConfigError(
-                    f"role {role!r} names argument {argument!r}, which is static or does not exist",
-                    expected=f"one of the positions {sorted(dynamic)}{keyword_text}",
-                    hint="count positions from 0, in the order of the call",
-                )
-            if keys[argument] in owners:
-                both = f"{owners[keys[argument]]!r} and {role!r}"
-                raise ConfigError(f"argument {argument!r} has two roles, {both}", hint="give every argument one role")
-            owners[keys[argument]] = role
-    return owners
+# --- paths of arguments ----------------------------------------------------------------------------------------------
 
 
 def _with_call_position(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:

@@ -15,7 +15,8 @@ from typing import Any, cast
 from ..core import ConfigError
 from ..report import MemoryReport
 from ..targets import Target, resolve_target
-from ._analysis import Role, analyze
+from ._analysis import analyze
+from ._roles import Role
 
 _FORMS = (
     "(fn, args), (fn, args, roles), or a dict with the keys fn, args, kwargs, roles, donate_argnums, static_argnums"

@@ -1,8 +1,8 @@
-"""Assign an owner to every byte of a dumped program, as a list of buffers.
+"""Assign the bytes of a dumped program to owners, as a list of buffers.
 
 Arguments and outputs own their allocations for the whole program. Values in a heap of temporaries get the role that
-the dataflow gives them. Bytes that XLA counts in addition to its allocations (reserved by the compiler, not assigned to
-any value) are listed as unattributed. So the buffers at the peak always add up to XLA's total.
+`_roles` finds. Bytes without a known owner are unattributed: values without a scope, tables of pointers, and bytes that
+XLA counts in addition to its allocations. So the buffers at the peak always add up to XLA's total.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from ..hlo import (
 )
 from ..report import Buffer, Space, SpaceBytes, live_bytes
 from ._dataflow import Dataflow, first_scope
-
-_PASS_ROLES = {"backward": "cotangents", "recompute": "recomputed"}
-"""Roles of values to which no other rule applies, by the pass that makes them."""
+from ._roles import computed_role
 
 
 class Owners:
@@ -181,7 +179,7 @@ class Owners:
 
     def _temporary(self, space: Space, segment: Segment) -> Buffer:
         value = self.dataflow.representative(segment.value)
-        role, path = self._role_of(value)
+        role, path = computed_role(self.dataflow, self.leaves, self.output_paths, value)
         return Buffer(
             space=space,
             role=role,
@@ -193,26 +191,6 @@ class Owners:
             start=segment.start,
             end=segment.end,
         )
-
-    def _role_of(self, value: Value) -> tuple[str, str]:
-        """Return the role of a value from `Dataflow.representative`, and the path of its argument or result."""
-        # The first rule that applies decides. A value that belongs to neither has an empty path.
-        flow = self.dataflow
-        if flow.graph.shape(value).tuple_shapes:
-            return "temporaries", ""
-        if (copied_leaf := flow.copy_of(value)) is not None:
-            return "copies", self.leaves[copied_leaf].path
-        if (gradient_leaf := flow.gradient_of(value)) is not None:
-            return "gradients", self.leaves[gradient_leaf].path
-        if flow.is_activation(value):
-            return "activations", ""
-        if value in self.output_paths:
-            return "outputs", self.output_paths[value]
-        if not flow.scope_and_source(value)[0]:
-            return "unattributed", ""
-        if flow.is_scratch(value):
-            return "workspaces", ""
-        return _PASS_ROLES.get(flow.phase(value), "temporaries"), ""
 
     def _whole_buffer(
         self, space: Space, allocation: Any, role: str, path: str, phase: Any, value: Value | None, operation: str = ""

@@ -1,7 +1,7 @@
-"""Host memory: move leaves of a tree there or back, and make, read and write arrays in it on TPUs, GPUs and CPUs.
+"""Move leaves of a tree to host memory and back; make, read and write arrays in host memory.
 
 JAX has a memory kind in every concrete sharding and a memory space in every traced type. This module sets both, so one
-call works for a loaded checkpoint, a traced function and an ahead-of-time compile.
+call works for a loaded checkpoint, a traced function and ahead-of-time compilation.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from ..core import (
 )
 from ..core._compat import row_major
 
-# Limits. A program can reach only ``pinned_host``, so `to_host` has no other kind. Compile-only GPUs have no host
-# memory: a shape placed there stays on the device, with a warning.
+# Limits. A program can access only host memory of the kind ``pinned_host``, so `to_host` uses no other kind.
+# Compile-only GPUs have no host memory: a shape for such a GPU stays on the device, with a warning.
 
 
 def to_host(tree: Tree, where: Selector = "**") -> Tree:
-    """Move leaves to the memory of the machine that holds their device.
+    """Move leaves to the host memory of the machine that holds their device.
 
     Args:
         tree: any pytree. Arrays (including NumPy's) and tracers are moved. A `jax.ShapeDtypeStruct` gets a sharding in
-            host memory, on JAX's default device if it has none. Other leaves stay unchanged.
+            host memory; without a sharding, that of JAX's default device. Other leaves stay unchanged.
         where: selects the leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
 
     Returns:
-        The tree; arrays keep their devices and sharding, with the memory kind ``pinned_host``. A leaf on a compile-only
-        GPU, which has no host memory, stays there, with a `PlacementWarning`.
+        The tree. Moved arrays keep their devices and partitions, and get the memory kind ``pinned_host``. A leaf on a
+        compile-only GPU, which has no host memory, stays on the device, with a `PlacementWarning`.
 
     Raises:
         SelectionError: when `where` selects nothing.
@@ -88,8 +88,8 @@ def to_device(tree: Tree, where: Selector = "**") -> Tree:
         SelectionError: when `where` selects nothing.
 
     Memory:
-        One device copy of every leaf that moves. Inside a jitted function the compiler decides how long it lives. It
-        copies all leaves of a tree at once (`lowtide.offload.scan` moves one layer at a time).
+        One device copy of every leaf that moves. Inside a jitted function the compiler decides how long the copies
+        live, and all may exist at once (`lowtide.offload.scan` moves one layer at a time).
 
     Examples:
         >>> import jax.numpy as jnp
@@ -203,7 +203,7 @@ def _with_memory_kind(sharding: Sharding, kind: str) -> Sharding:
 
 
 def warn_without_host_memory(owner: str, leaves: str) -> bool:
-    """Return whether JAX's default device only compiles and has no host memory; warn that leaves are on the device."""
+    """Return whether JAX's default device is compile-only, without host memory; if so, warn of leaves on the device."""
     if traced_device().addressable_memories():
         return False
     warnings.warn(
@@ -215,24 +215,24 @@ def warn_without_host_memory(owner: str, leaves: str) -> bool:
     return True
 
 
-# What each platform needs for entries of arrays in host memory. A slice is cut in the memory that holds the array, and
-# only the slice moves. In the other order, the whole array would move. Inside a loop that carries the array, XLA writes
-# the slice in place, in host and in device memory.
+# Requirements of each platform for reading and writing entries of arrays in host memory. A slice is cut in the memory
+# that holds the array, and only the slice moves. If the array moved first, all of it would move. Inside a loop that
+# carries the array, XLA writes the slice in place, in host and in device memory.
 #
-# | platform | needs | function |
+# | platform | requirement | function |
 # |---|---|---|
 # | TPU | row-major slices: for others XLA changes the layout of the whole host array (libtpu 0.0.51) | `_move_entry` |
 # | TPU | tiles of 8 rows: 8- and 4-bit arguments with other tiles are copied whole (libtpu 0.0.51) | `is_tall` |
 # | TPU | reads with a data dependency: XLA would copy whole arrays when the program starts | `fetch`, `zero_after` |
-# | GPU | an XLA that slices host memory at the given index (jaxlib 0.11.1) | `check_host_slices` |
-# | GPU | zeros that are moved whole: broadcasting a scalar on the host would run there | `zero_buffer` |
+# | GPU | an XLA that slices host memory at the right index (jaxlib 0.11.1 or newer) | `check_host_slices` |
+# | GPU | zeros made on the device and moved: the host itself would broadcast a scalar in its memory | `zero_buffer` |
 # | CPU | writes that depend on the reads before them: else each iteration copies the array | `index_after` |
 #
-# Platform-specific forms are chosen here by `jax.lax.platform_dependent`, so callers need no cases.
+# `jax.lax.platform_dependent` selects the code for the platform here, so callers need no case distinctions.
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 SPACES = {"host": HOST, "device": DEVICE}
-"""Memory spaces by the words of a user's arguments."""
+"""Memory spaces by their names in the arguments of public functions."""
 
 
 def read(tree: Tree, index: Any) -> Tree:
@@ -255,7 +255,7 @@ def write(tree: Tree, values: Tree, index: Any) -> Tree:
 
 
 def _move_entry(entry: Any, leaf: Any, space: Any) -> Any:
-    """Move an entry from or to a leaf; on the device it has the row-major layout of the host array."""
+    """Move an entry of a leaf to a memory space; on the device it has the row-major layout of the host array."""
     if HOST in (memory_space(leaf), space):
         check_host_slices()
     if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape, leaf.dtype):
@@ -268,9 +268,9 @@ def entry_shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def zero_buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
-    """Make zeros with more leading axes for every leaf of `like`, in a memory space; random keys stay on the device."""
-    # XLA allocates the zeros directly on the host. Broadcasting a scalar on the host works on a TPU too, but a GPU
-    # program would compute it on the host.
+    """Make zeros of shape [*leading, *leaf.shape] for every leaf, in a memory space; random keys stay on the device."""
+    # XLA allocates the zeros directly on the host. Moving a scalar and broadcasting it on the host works on a TPU, too.
+    # But in a GPU program the host would compute the broadcast.
     zeros = jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), like)
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else put(leaf, space), zeros)
 
@@ -281,10 +281,10 @@ def put(tree: Tree, space: Any) -> Tree:
 
 
 def fetch(tree: Tree, after: Tree) -> Tree:
-    """Move all leaves to the device; host leaves move only after `after` is computed.
+    """Move all leaves to the device; matrices in host memory move only after `after` is computed.
 
-    XLA starts to copy whole arrays from the host when the program starts, and keeps the copies. So matrices are copied
-    in blocks of rows, in a loop that depends on `after`.
+    XLA would copy whole arrays from the host when the program starts, and keep the copies. So matrices are copied in
+    blocks of rows, in a loop that depends on `after`. Vectors, and matrices without such blocks, do not wait.
     """
     first_block = zero_after(after)
 
@@ -304,23 +304,23 @@ def fetch(tree: Tree, after: Tree) -> Tree:
 
 
 def index_after(index: Any, dependencies: Tree) -> Any:
-    """Make an index that on a CPU depends on every leaf of a tree.
+    """Return `index`; on a CPU, the result depends on every leaf of `dependencies`.
 
-    XLA for CPUs copies an array that a loop carries in each iteration. It avoids the copy only if the writes depend on
-    the reads of old values. For TPUs and GPUs XLA finds such an order without help.
+    In each iteration of a loop, XLA for CPUs copies an array that the loop carries, unless its writes depend on the
+    reads of old values. For TPUs and GPUs XLA finds an order without copies.
     """
     wait = jax.lax.platform_dependent(dependencies, cpu=zero_after, default=lambda _: jnp.int32(0))
     return index + wait
 
 
 def is_tall(leaf: Any) -> bool:
-    """Return whether a leaf is in a TPU's host memory, in tiles that its compiler cannot slice."""
+    """Return whether a leaf is in a TPU's host memory, in tiles that the compiler cannot slice there."""
     is_tpu = traced_device().platform == "tpu"
     return is_tpu and memory_space(leaf) == HOST and has_tall_tiles(leaf.shape, leaf.dtype)
 
 
 def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
-    """Warn of leaves in a TPU's host memory that cannot be streamed because of their tiles; `leaves` have paths."""
+    """Warn of leaves, given with paths, in a TPU's host memory that cannot be streamed because of their tiles."""
     tall_leaves = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves if is_tall(leaf)]
     if tall_leaves:
         listed = ", ".join(tall_leaves[:4]) + (f", … ({len(tall_leaves) - 4} more)" if len(tall_leaves) > 4 else "")
@@ -337,10 +337,10 @@ def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
 def cut_block(
     prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, device_rows: int | None = None
 ) -> tuple[int, int] | None:
-    """Choose the axis that a block cuts and its size along it; None if the rows form one block or cannot be cut.
+    """Return the axis along which to cut blocks, and a block's size on it; None for one block or without whole tiles.
 
-    `prefix` holds the sizes of the leading axes that may be cut; a block has one row along axes before the cut.
-    `device_rows` are the rows of the largest tile if all arrays are on the device.
+    `prefix` holds the sizes of the leading axes that may be cut. A block has size 1 on the axes before the cut axis.
+    `device_rows` is the number of rows of the largest tile if all arrays are on the device, else None.
     """
     if num_bytes <= chunk_bytes or not prefix:
         return None
@@ -358,5 +358,5 @@ def cut_block(
     target_size = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
     if target_size == length and not axis:
         return None
-    # A divisor of the axis saves the second loop over remaining rows. Sizes down to half the wanted one are tried.
+    # A divisor of the axis saves the second loop over remaining rows. Sizes above half of `target_size` are tried.
     return axis, next((size for size in range(target_size, target_size // 2, -tile) if length % size == 0), target_size)

@@ -2,8 +2,8 @@
 
 Names are those of `jax.ad_checkpoint.checkpoint_name`. The functions here read and rewrite jaxprs through
 `jax.extend.core`. Policies of `jax.checkpoint` see names inside `jit`, `scan`, `cond`, `vmap` and other checkpoints.
-They do not see names inside the primal function of a `custom_vjp` or `custom_jvp`: differentiation replaces it by its
-rule, and policies see the names of the rule.
+They do not see names inside the primal function of a `custom_vjp` or `custom_jvp`: differentiation replaces this
+function by its rule, and policies see the names in the rule.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ _HIDING: Mapping[Kind | None, str] = {
     Kind.KERNEL: "inside a Pallas kernel",
     Kind.OPAQUE: "inside a function with its own recomputation rules",
 }
-"""Operations into which the policy of a `jax.checkpoint` cannot see."""
+"""Operations inside which the policy of a `jax.checkpoint` does not see names, with the text for messages."""
 NameSelection = str | Sequence[str]
 """Exact names, or one regular expression that has to match whole names."""
 
 
-# `tag` traces the function, and its jaxpr gets a `checkpoint_name` after every matrix product, convolution and
-# attention. Everything else in it (loops, branches, inner `jit`s and checkpoints, effects, custom derivative rules)
-# stays the same. A repeated name gets a number: `attn/q_proj_1`. Several results of one call get the suffixes `/0`,
-# `/1`.
+# `tag` traces a function and adds a `checkpoint_name` to its jaxpr after every matrix product, convolution and
+# attention. Everything else in the jaxpr (loops, branches, inner `jit`s and checkpoints, effects, custom derivative
+# rules) stays the same. A repeated name gets a number: `attn/q_proj_1`. Several results of one call get the suffixes
+# `/0`, `/1`.
 #
 # Limits: a product inside a `while` loop or a custom derivative rule gets no name, because checkpoint policies do not
-# see it there. JAX's attention is recognised by the traceback that JAX stores with an operation. Outside `jax.jit`, the
-# function is traced at every call, which costs time, and inner `jit`s compile again.
+# see it there. JAX's attention is recognised by the traceback that JAX stores with an operation. Outside `jax.jit`,
+# each call traces the function again, and inner `jit`s compile again.
 
 _Origin = tuple[str, ...] | None
 """Path of the parameter that a value is computed from; empty for an activation, None for a constant."""
@@ -91,16 +91,19 @@ _ATTENTION = "dot_product_attention"
 def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Name the matrix products, convolutions and attention outputs of a function for `checkpoint`.
 
-    A product with a parameter is named after the parameter's path within its argument, without a final ``weight``,
-    ``kernel`` or ``value``: ``attn/q_proj``. JAX's attention is ``dot_product_attention`` (and
-    ``dot_product_attention/scores``, where XLA computes them). A kernel, and a function with a custom derivative rule
-    and a product inside, give their names to their results. Any other product is ``dot_0``, ``dot_1``, … (a convolution
-    ``conv_0``, …) after its named scopes: ``mlp/dot_0``. Existing names are kept. If a product is cast to a smaller
-    dtype right away, the name goes to the result of the cast. `lowtide.offload.names` lists the names of a function.
+    The names are:
+
+    - Product with a parameter: the parameter's path, without a final ``weight``, ``kernel`` or ``value``.
+    - JAX's attention: ``dot_product_attention``, and ``dot_product_attention/scores`` if XLA computes the scores.
+    - Kernel, or function with a custom derivative rule and a product inside: the name of the kernel or function.
+    - Any other product: ``dot_0``, … (a convolution: ``conv_0``, …) after its named scopes, as in ``mlp/dot_0``.
+
+    Existing names are kept. If the only use of a product is a cast to a smaller dtype, the result of the cast gets the
+    name. `lowtide.offload.names` lists the names of a function.
 
     Args:
-        fn: a function of any arguments. Its arrays are traced as by `jax.jit`; other arguments (numbers, text,
-            functions) reach it unchanged.
+        fn: a function of any arguments. Array arguments are traced as by `jax.jit`; `fn` receives other arguments
+            (numbers, text, functions) unchanged.
 
     Returns:
         A function with the results, gradients, dtypes and effects of `fn`. Call it under `jax.jit`, because every call
@@ -213,7 +216,7 @@ class _Namer:
         if primitive in _PRODUCTS:
             parameters = [path for path in operand_origins[:2] if path]
             if parameters:
-                path = max(reversed(parameters), key=len)  # the deeper one, else the right-hand operand's
+                path = max(reversed(parameters), key=len)  # the longest; of equally long ones, the right operand's
                 while len(path) > 1 and path[-1] in ("weight", "kernel", "value"):
                     path = path[:-1]
                 return [self._unique_name("/".join(path))]
@@ -241,7 +244,7 @@ def _narrowing_cast(var: Any, consumers: dict[Any, list[Any]], results: Sequence
 
 
 def _origin(eqn: Any, operand_origins: list[_Origin]) -> _Origin:
-    """Return the origin of a result: the common path of its operands, without constants."""
+    """Return the origin of a result: the common beginning of its operands' paths, constants left out."""
     if eqn.primitive.name in _PRODUCTS or kind_of(eqn) is not None:
         return ()
     paths = [path for path in operand_origins if path is not None]
@@ -275,16 +278,16 @@ def _is_custom(eqn: Any) -> bool:
     return kind is not None and kind.is_custom
 
 
-# FLOPs count the operations between a value and the values that exist anyway: the function's arguments and the other
-# named values. Inside a loop, the FLOPs of a value are counted from the start of the iteration. A loop on the way to a
-# value counts whole, with or without named values inside.
+# The FLOPs of a value are those of the operations that compute it from the function's arguments and from other named
+# values. Inside a loop, they are counted from the start of the iteration. If a value needs the result of a loop, the
+# whole loop counts, even if values inside it have names.
 #
 # Limit: names in the forward function of a `custom_vjp` exist only under differentiation, and are not listed.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Name:
-    """One name, and all values of one shape that have it."""
+    """All values of one name, shape and dtype."""
 
     name: str
     """The name from `checkpoint_name` or `lowtide.offload.tag`."""
@@ -297,9 +300,9 @@ class Name:
     bytes: int
     """Bytes of all values together, without a device's padding."""
     flops: int
-    """FLOPs to compute all of them again from the arguments and the other named values."""
+    """FLOPs to compute all values again from the arguments and the other named values."""
     hidden: str = ""
-    """Why `lowtide.offload.checkpoint` cannot act on it; empty if it can."""
+    """Why `lowtide.offload.checkpoint` cannot save or offload the values; empty if it can."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +319,7 @@ class Names:
         return len(self.rows)
 
     def __getitem__(self, name: str) -> Name:
-        """Return the first row of a name; `KeyError` for an unknown one."""
+        """Return the first row of a name; raise `KeyError` for an unknown name."""
         return {row.name: row for row in reversed(self.rows)}[name]
 
     def __str__(self) -> str:
@@ -339,19 +342,19 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
     """List the named values of a function, with their bytes and the FLOPs to compute them again.
 
     FLOPs are counted on the traced function: 2mnk for a matrix product, one for each element that another operation
-    computes or reduces, none for moving data. XLA's fusion may remove some of them, and XLA may add others.
+    computes or reduces, none for moving data. XLA may remove some operations and add others.
 
     Args:
         fn: a function with values named by `jax.ad_checkpoint.checkpoint_name` or `lowtide.offload.tag`.
-        *args: its arguments: arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
-        **kwargs: its keyword arguments.
+        *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
+        **kwargs: keyword arguments of `fn`.
 
     Returns:
         One row for each name, shape and dtype; `str` formats them as a table.
 
     Memory:
-        None. `bytes` of a row is the cost of saving it on the device or offloading it to the host. Inside a
-        `jax.shard_map` it counts one device.
+        None. `bytes` of a row is what its values take if they are saved on the device or offloaded to the host. Inside
+        a `jax.shard_map`, it counts one device.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -378,13 +381,13 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
 
 
 class _Graph:
-    """Operations of one iteration, with calls inlined. A value is a number, computed by one operation or given."""
+    """Operations of a function or of one loop iteration, with calls inlined; values are numbered."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._num_values = 0
         self._producers: dict[int, tuple[list[int], int, bool]] = {}
-        self._order: list[Any] = []  # (operation, value, hidden) for a name, a graph for a body
+        self._order: list[Any] = []  # (operation, value, hidden) for a name; a graph for a loop or branch
 
     def new_value(self) -> int:
         self._num_values += 1
@@ -397,7 +400,7 @@ class _Graph:
             inner_hidden = hidden or _HIDING.get(kind_of(eqn), "")
             if (inner := called(eqn)) is not None:
                 return self.add(inner, operands, inner_hidden)
-            for body in bodies(eqn):  # loops and branches have separate graphs with given arguments
+            for body in bodies(eqn):  # loops and branches have separate graphs, whose arguments need no FLOPs
                 graph = _Graph(self._count * body.times)
                 graph.add(body.jaxpr, [graph.new_value() for _ in body.jaxpr.in_avals], inner_hidden)
                 self._order.append(graph)
@@ -448,9 +451,9 @@ class _Graph:
 # function does not contain changes nothing, without an error. Here every name has to be in the function when it is
 # traced, in a place that JAX's policies can see.
 #
-# Limits: a function with a custom derivative rule is traced one more time than by `jax.checkpoint`. This happens if an
-# argument is a pattern, or one of its names is not found at first. With ``jax_remat3``, too, the earlier implementation
-# of `jax.checkpoint` is used: XLA does not compile the offloading of the new one (JAX 0.11.2).
+# Limits: a function with a custom derivative rule is traced one more time than by `jax.checkpoint` if an argument is a
+# pattern, only `recompute` is given, or a name is not in the jaxpr. Even with ``jax_remat3``, the earlier
+# implementation of `jax.checkpoint` is used, because XLA does not compile the offloading of the new one (JAX 0.11.2).
 
 
 def checkpoint(
@@ -462,11 +465,11 @@ def checkpoint(
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """Apply `jax.checkpoint` with a decision for each named value.
+    """Apply `jax.checkpoint`, and choose by name which values to save, offload or recompute.
 
     A value gets its name from `jax.ad_checkpoint.checkpoint_name` or `lowtide.offload.tag`. Values without a name, and
-    names that no argument mentions, are recomputed in the backward pass. If only `recompute` is given, all other named
-    values are saved.
+    values whose name no argument selects, are recomputed in the backward pass. If only `recompute` is given, all other
+    named values are saved.
 
     Args:
         fn: the function, with any arguments that `jax.checkpoint` accepts.
@@ -481,18 +484,18 @@ def checkpoint(
         A function with the values and gradients of `fn`.
 
     Raises:
-        ConfigError: when no argument is given, a regular expression is invalid, or two arguments claim one name.
-        SelectionError: while tracing: for a name or pattern that no value has.
-        PlacementError: while tracing: for a value that JAX cannot keep (inside a `custom_vjp`, whose rule decides; a
-            `PlacementWarning` if the pattern also matches others), or that is already on the host; on a GPU, if XLA
-            reads offloaded values of a scan in the wrong order.
+        ConfigError: when no values are selected, a selection is invalid, or two arguments select one name.
+        SelectionError: when the result is traced, for a name or pattern that matches no value.
+        PlacementError: when the result is traced, for a value to save or offload that policies do not see, such as one
+            inside a `custom_vjp`. If the pattern also matches visible values, there is only a `PlacementWarning`. Also
+            for a value to offload that is on the host, and on a GPU whose XLA reads offloaded values in a wrong order.
 
     Memory:
         Between forward and backward pass the device holds the arguments of `fn` and the saved values, and the host
-        holds the offloaded values (`lowtide.offload.names` lists bytes). Inside a scan, each counts once per iteration.
-        Values that the backward pass does not read (a product that is only added to something) are neither kept nor
-        moved. If `fn` itself scans over layers, the backward pass still holds the residuals of all layers; apply
-        `checkpoint` to the block instead.
+        holds the offloaded values (`lowtide.offload.names` lists their bytes). Values inside a scan exist once per
+        iteration. Values that the backward pass does not read (a product that is only added to something) are neither
+        kept nor moved. If `fn` itself scans over layers, the backward pass still holds the residuals of all layers;
+        apply `checkpoint` to the block instead.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -525,7 +528,7 @@ def checkpoint(
 
 @dataclasses.dataclass(frozen=True)
 class _Claim:
-    """One argument of `checkpoint`."""
+    """One of the arguments `save`, `offload` and `recompute` of `checkpoint`."""
 
     argument: str
     patterns: tuple[str, ...]
@@ -593,7 +596,7 @@ def _decide(claims: tuple[_Claim, ...], traced: _Traced, fn_name: str) -> tuple[
 
 
 def _match_names(claim: _Claim, pattern: str, visible: list[str], reasons: dict[str, str], fn_name: str) -> list[str]:
-    """Return the names that one pattern of a claim matches; raise or warn where JAX would ignore the pattern."""
+    """Return the visible names that a pattern of a claim matches; raise or warn if JAX would ignore the pattern."""
     visible_matches, hidden_matches = claim.matches(pattern, visible), claim.matches(pattern, list(reasons))
     if not visible_matches and not hidden_matches:
         names = sorted({*visible, *reasons})
@@ -628,7 +631,7 @@ def _near_misses(pattern: str, names: Sequence[str]) -> str:
 
 @functools.cache
 def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]:
-    """Return JAX's policy. The same names give the same object, because JAX's caches compare policies by identity."""
+    """Return JAX's policy; equal names give the same object, because JAX's caches compare policies by identity."""
     name_policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(save),
         names_which_can_be_offloaded=sorted(offload),
@@ -650,7 +653,7 @@ def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
-    """A function of its array arguments; all other arguments are constants."""
+    """A traced function of its array arguments; all other arguments are constants."""
 
     closed: Any
     arrays: tuple[Any, ...]
@@ -661,7 +664,7 @@ class _Traced:
 
 
 def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Traced:
-    """Trace a function of its arrays; Python numbers, text and functions among its arguments stay unchanged."""
+    """Trace a function of its array arguments; Python numbers, text and functions are passed to it unchanged."""
     named_leaves = leaves_with_paths((args, dict(kwargs)))
     leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
     array_indices = [
@@ -686,7 +689,7 @@ def _is_name(eqn: Any) -> bool:
 
 
 def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name and aval of each named value, and why checkpoint policies do not see it; empty if they do."""
+    """Yield the name and aval of each named value, and why policies do not see the name (empty if they do)."""
     read = variables_read(jaxpr)
     for eqn, hidden in walk(jaxpr, "", lambda eqn, _, hidden: hidden or _HIDING.get(kind_of(eqn), "")):
         if _is_name(eqn):
@@ -695,9 +698,9 @@ def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _names_under_differentiation(fn: Callable[..., Any], traced: _Traced) -> set[str]:
-    """Return the names that reach a checkpoint policy when `fn`, traced before, is linearised; none if it cannot be.
+    """Return the names that a checkpoint policy sees when `fn` is linearised; an empty set if this fails.
 
-    Custom derivative rules add names that only differentiation shows.
+    Names inside custom derivative rules appear only under differentiation.
     """
     names = set[str]()
 

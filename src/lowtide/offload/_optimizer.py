@@ -1,12 +1,12 @@
 """Optimizer state in host memory, for any Optax optimizer.
 
-The wrapped transformation keeps the leaves that a regular expression selects (Adam's moments) on the host. It updates
-them block by block (`_streaming`) where the update is proved separable (`_separable`). Values are those of the original
-transformation.
+The wrapped transformation keeps the leaves that a regular expression selects (by default Adam's moments) on the host.
+It updates these leaves block by block (`_streaming`) if the update is separable: each row of a result needs only the
+same row of the arguments (`_separable`). Values are those of the original transformation.
 
-Wrap the outermost transformation, ``optimizer(optax.chain(...))``, not a member of a chain: only then is the whole
-update analysed as one function. `jax.eval_shape` does not carry memory spaces, so under it `update` treats the state as
-device state. `jax.jit(step).eval_shape` with sharded structs carries them.
+Wrap the outermost transformation, ``optimizer(optax.chain(...))``, not a member of a chain, so that the whole update is
+analysed as one function. Shapes from `jax.eval_shape` have no memory spaces, so `update` raises `PlacementError` for
+such a state. `jax.jit(step).eval_shape` keeps the memory spaces of structs with shardings.
 """
 
 from __future__ import annotations
@@ -66,44 +66,44 @@ def optimizer(
     Args:
         tx: any Optax transformation; chains and wrappers go inside.
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
-            whole path. The path is also tried between slashes (``/0/mu/``), so the default also finds Adam's moments at
-            the root and of a bare array.
-        mode: ``streamed`` cuts leaves into blocks where the update is separable. Norms over rows are computed in an
-            earlier pass, which reads the state a second time. An update that is not separable runs leaf by leaf, with
-            one `PlacementWarning`. If the selected state is at most one block and small compared with the gradients, it
-            is moved whole. ``leaf`` moves each leaf whole, one after the other. ``whole`` moves everything to the
-            device and back at once.
+            whole path. The path is also tried with a slash at both ends (``/0/mu/``), so the default also finds Adam's
+            moments at the root and of a bare array.
+        mode: ``streamed`` cuts leaves into blocks of rows if each row of the results needs only the same row of the
+            arguments. Norms over rows are computed in an earlier pass, which reads the state a second time. Any other
+            update runs leaf by leaf, with one `PlacementWarning`. Selected state of at most one block, and of at most
+            half the bytes of the gradients, is moved whole. ``leaf`` moves each leaf whole, one after the other.
+            ``whole`` moves everything to the device and back at once.
         chunk_bytes: bytes that a block moves from the host, a number or text such as ``"64 MiB"``. Larger blocks cost
             memory, smaller blocks cost time.
-        shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`. A
-            tracer has no sharding unless its mesh has explicit axes, and slices along a sharded axis would gather the
-            leaf on every device. With `shardings`, each device streams its shard. Without it, leaves are updated whole,
-            in shards, one after the other.
+        shardings: for parameters that are sharded on a mesh: a tree like the parameters, with a
+            `jax.sharding.NamedSharding` for each. A tracer has no sharding unless its mesh has explicit axes, and
+            slices along a sharded axis would gather the leaf on every device. With `shardings`, each device streams its
+            shard. Without shardings, each device moves its whole shards, one leaf after the other.
 
     Returns:
         A transformation with the state structure of `tx`. Its updates are in the memory of the gradients, normally the
-        device; its matched state is on the host.
-        Call it under `jax.jit` with the state donated, so that it is updated in place. Donate the gradients, too (in a
-        whole step, the parameters). JAX pairs donated arguments with results by shape alone. If nothing else of that
-        shape is donated, it pairs a donated host array with an update on the device (jax 0.10.2; on a CPU this ends the
-        process). `lowtide.offload.verify` finds such a pair in the compiled step.
+        device; its selected state is on the host. Call ``update`` under `jax.jit` with the state donated, so that the
+        state is updated in place. Donate the gradients, too (or, in a whole step, the parameters). Otherwise JAX pairs
+        a donated host array with an update on the device, because it pairs donated arguments with results by shape
+        alone (jax 0.10.2; on a CPU this ends the process). `lowtide.offload.verify` finds such a pair in the compiled
+        step.
 
     Raises:
         ConfigError: for an invalid `tx`, `mode`, `chunk_bytes`, `shardings` or regular expression.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
         PlacementError: from ``update``, when a selected leaf is not in host memory.
-        StructureError: when `shardings` does not have the structure of the gradients; from ``update``, under
-            `jax.vmap`, under differentiation, in a branch, or inside a `jax.shard_map` with ``check_vma``.
+        StructureError: from ``update``, when `shardings` does not have the structure of the gradients. Also under
+            `jax.vmap` or differentiation, in a branch of `jax.lax.cond`, or in a `jax.shard_map` with ``check_vma``.
 
     Warns:
         PlacementWarning: from ``init``, for sharded parameters without `shardings`. From ``update``: when selected
             leaves are larger than a block and cannot be cut (or must not be, on a mesh without `shardings`); when
-            traced for a compile-only device without host memory; or for a TPU with leaves of 8 or 4 bits that its
-            compiler would copy whole.
+            traced for a compile-only device without host memory; for 8- and 4-bit leaves that a TPU's compiler copies
+            whole; and for side effects of `tx`, which are left out.
 
     Memory:
         Per step, in addition to the parameters and gradients: the host holds one copy of the selected state, the device
-            about two blocks. Leaf by leaf, the device holds about twice the state of the largest leaf.
+            about two blocks. If leaves are moved whole, the device holds about twice the state of the largest leaf.
 
     Examples:
         >>> params = {"w": jnp.ones((4, 2))}
@@ -136,14 +136,14 @@ def optimizer(
 
 
 def check_chunk(chunk_bytes: Any) -> int:
-    """Return the bytes of a block, a number or text, as an integer; raise `ConfigError` unless they are positive."""
+    """Return a block size in bytes from a number or text; raise `ConfigError` unless it is positive."""
     number = parse_bytes(chunk_bytes) if isinstance(chunk_bytes, str) else chunk_bytes
     check_integer("chunk_bytes", number, hint='give bytes, or text such as "64 MiB"')
     return int(number)
 
 
 def check_shardings(shardings: Tree) -> None:
-    """Check the shardings that an optimizer receives.
+    """Check the argument `shardings` of an optimizer.
 
     Args:
         shardings: None, or a tree of `jax.sharding.NamedSharding` and fully replicated shardings.
@@ -169,7 +169,7 @@ def check_transformation(tx: Any) -> None:
         tx: any object.
 
     Raises:
-        ConfigError: with the object.
+        ConfigError: when `tx` has no callable ``init`` and ``update``.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         hint = "pass for instance optax.adamw(1e-4)"
@@ -177,7 +177,7 @@ def check_transformation(tx: Any) -> None:
 
 
 class _OffloadedTransformation:
-    """The two functions of the transformation that `optimizer` returns. `has_warned` changes at the first warning."""
+    """The functions of the transformation that `optimizer` returns. Mutable: the first warning sets `has_warned`."""
 
     def __init__(self, tx: Any, pattern: re.Pattern[str], mode: str, chunk_bytes: int, shardings: Tree) -> None:
         self.tx, self.pattern, self.mode = tx, pattern, mode
@@ -200,8 +200,8 @@ class _OffloadedTransformation:
         is_concrete = all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
         if not is_concrete or len({frozenset(leaf.sharding.device_set) for leaf in leaves}) != 1:
             return self._init(params)
-        # Compiled, each leaf of the state moves to the host in turn. Eager code would first hold the whole state on the
-        # device.
+        # In a compiled program, the leaves of the state move to the host one after the other. Eager code would first
+        # hold the whole state on the device.
         init_only = optax.GradientTransformation(self._init, self.tx.update)
         return jax.jit(self._init, out_shardings=state_shardings(init_only, params))(params)
 
@@ -219,7 +219,7 @@ class _OffloadedTransformation:
         return (self.compiled if is_concrete else self._update)(updates, state, params, **extra)
 
     def _update(self, grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        if inside_branch():  # its results would be copies of the host state, and TPUs cannot compile it
+        if inside_branch():  # the branch would return copies of the host state, and does not compile for TPUs
             raise StructureError(
                 "the optimizer's update is in a branch of jax.lax.cond, as in optax.MultiSteps or "
                 "optax.apply_if_finite",
@@ -238,7 +238,7 @@ class _OffloadedTransformation:
         def update(grads: Tree, state: Tree, params: Tree, arrays: Tree) -> tuple[Tree, Tree]:
             return self.tx.update(grads, state, params, **combine(arrays, static))
 
-        # Updates have the structure of the gradients, or of the parameters if these have another one (optax.lookahead).
+        # Updates have the structure of the parameters if that differs from the gradients' structure (optax.lookahead).
         is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
 
         def replaces(grads: Tree, state: Tree, params: Tree, arrays: Tree) -> tuple[Tree, Tree]:
@@ -271,7 +271,7 @@ class _OffloadedTransformation:
         return without_explicit_axes(streamed, args, replaces(*args), shardings)
 
     def _refuse_transformed(self, args: Tree) -> None:
-        """Raise under transformations that would mix memories in the loops over blocks, or cannot run them."""
+        """Raise `StructureError` under JAX transformations that do not support loops over blocks in host memory."""
         leaves = [leaf for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
         transform, remedy = transformation(leaves), 'choose mode="whole"'
         if transform == "jax.vmap" and self.mode == "leaf":
@@ -303,9 +303,9 @@ class _OffloadedTransformation:
         return selected
 
     def _fits_one_block(self, grads: Tree, state: Tree, selected: set[int]) -> bool:
-        """Return whether the host leaves fit into one block and into half the bytes of the gradients.
+        """Return whether the host leaves fit into one block, and take at most half the bytes of the gradients.
 
-        Loops would then need more memory than moving the leaves whole (8-bit momentum, computed in float32).
+        For such state (8-bit momentum, computed in float32), loops need more memory than moving the leaves whole.
         """
         leaves = jax.tree.leaves(state)
         large = large_on_host(leaves, self.chunk_bytes, selected)
@@ -338,10 +338,10 @@ class _OffloadedTransformation:
 
 
 def num_devices(tree: Tree) -> int:
-    """Return the number of devices of the mesh that leaves are on; 1 if they have no mesh.
+    """Return the number of devices of the largest mesh that a leaf is on; 1 without a mesh.
 
     Args:
-        tree: arrays, traced or not. Axes of an enclosing `jax.shard_map` do not count, because a leaf is a shard there.
+        tree: arrays or tracers. Axes of an enclosing `jax.shard_map` do not count, because a leaf is a shard there.
 
     Examples:
         >>> num_devices({"w": jnp.ones(2)})
@@ -353,10 +353,10 @@ def num_devices(tree: Tree) -> int:
 
 
 def explicit_shardings(tree: Tree) -> Tree:
-    """Return the shardings that are part of the leaves' types, as a tree; None unless all axes of meshes are explicit.
+    """Return the shardings that are part of the leaves' types, as a tree; None if any mesh axis is not explicit.
 
     Args:
-        tree: arrays, traced or not.
+        tree: arrays or tracers.
     """
     leaves, structure = jax.tree.flatten(tree)
     shardings = [jax.typeof(leaf).sharding if is_array_like(leaf) else None for leaf in leaves]
@@ -366,13 +366,13 @@ def explicit_shardings(tree: Tree) -> Tree:
 
 
 def without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: Tree, shardings: Tree) -> Tree:
-    """Call a function where no sharding is part of a type, because an update's operations run on blocks and shards.
+    """Call a function with automatic instead of explicit mesh axes, because it computes with blocks and shards.
 
     Args:
-        run: the function, which takes `shardings` in addition to its arguments.
+        run: the function. If the arguments' mesh has explicit axes, it also gets the keyword argument `shardings`.
         args: its arguments.
-        like: a tree with the shardings of its result.
-        shardings: shardings of the arguments, where they are known.
+        like: a tree like the function's result; the result gets the shardings of these leaves.
+        shardings: a tree of the arguments' shardings, None where unknown.
     """
     mesh = explicit_mesh([leaf for leaf in jax.tree.leaves(args) if is_array_like(leaf)])
     if mesh is None:
@@ -399,9 +399,9 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
         params: arrays or `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-        A tree like ``tx.init(params)`` of shardings with memory kinds. A leaf whose path ends in a parameter's path and
-        that has its shape is sharded like the parameter, as are codes of low-precision state, and their scales where
-        possible. Other leaves are replicated. Leaves that `optimizer` moved are ``pinned_host``.
+        A tree like ``tx.init(params)``, of shardings with memory kinds. A leaf with the shape of a parameter is sharded
+        like it if the leaf's path ends in the parameter's path. The same holds for codes of low-precision state, and
+        for their scales where possible. Other leaves are replicated. Leaves that `optimizer` moved are ``pinned_host``.
 
     Raises:
         PlacementError: when a parameter has no sharding.
@@ -436,7 +436,7 @@ def replicated(tree: Tree) -> Any:
 
 
 def _sharding_finder(shardings: Tree, params: Tree) -> Any:
-    """Return a function that finds the sharding of the parameter whose path ends a leaf's path, or None."""
+    """Return a function that maps a state leaf to its parameter's sharding, by the end of the path, or to None."""
     structure = jax.tree.structure(params)
     try:
         flat = structure.flatten_up_to(shardings)
@@ -453,7 +453,7 @@ def _sharding_finder(shardings: Tree, params: Tree) -> Any:
             shape, sharding = shardings_by_path.get("/".join(segments[start:]), (None, None))
             if shape == getattr(leaf, "shape", ()):
                 return sharding
-        for start in range(len(segments)):  # an array of a node that takes the place of a parameter's leaf
+        for start in range(len(segments)):  # codes or scales in a node that replaces a leaf of the state
             shape, sharding = shardings_by_path.get("/".join(segments[start:-1]), (None, None))
             if shape and (part_sharding := _sharding_of_part(leaf, shape, sharding)):
                 return part_sharding
@@ -463,9 +463,9 @@ def _sharding_finder(shardings: Tree, params: Tree) -> Any:
 
 
 def _sharding_of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
-    """Return the sharding of codes in the shape of a parameter, or of block scales of its last axis; else None.
+    """Return the sharding of codes in a parameter's shape, or of scales for blocks of its last axis; else None.
 
-    Scales are sharded like the parameter if their number divides the axis and is a multiple of the number of devices.
+    The last axis of scales is sharded if its size divides the parameter's and is a multiple of the number of devices.
     """
     if leaf.shape == shape:
         return sharding

@@ -1,14 +1,14 @@
-"""`jax.lax.scan` over layers whose parameters stay in host memory, with one slice on the device at a time.
+"""`jax.lax.scan` over layers whose parameters stay in host memory, with one or two layers on the device at a time.
 
 The whole loop is one differentiable operation. The forward pass keeps the carries (the input of each layer). The
 backward pass visits the layers in reverse, recomputes one at a time with `jax.vjp`, and writes each slice of the
-gradient in place into a stack on the host. JAX and XLA determine the following (jax 0.10.2, libtpu 0.0.51):
+gradient in place into a stack on the host. The design relies on these properties (jax 0.10.2, libtpu 0.0.51):
 
 - The gradient of a host leaf is a host value: JAX requires a cotangent to have the memory space of its primal.
-- The gradient's stack is the loop's stacked output. XLA allocates it in host memory and does not clear it on the device
-  first. It becomes the program's output without a second copy.
-- With `prefetch` the next slice is part of the carry, so its copy can overlap with the whole layer. Without it, a copy
-  can overlap only with the operations of its own layer that do not read it.
+- The stack of gradients is the loop's stacked output. XLA allocates it in host memory, without zeros on the device, and
+  returns it from the program without a second copy.
+- With `prefetch` the next slice is part of the carry, so its copy can overlap with the whole current layer. Without
+  `prefetch`, a copy can overlap only with operations of its own layer that do not read the slice.
 
 Limits. Reverse mode only, as for every `jax.custom_vjp`. With `prefetch`, each pass fetches one slice more than there
 are layers: omitting the fetch in the last iteration would mean compiling the body twice.
@@ -53,20 +53,21 @@ def scan(
         init: initial carry, the input of the first layer.
         xs: stacked parameters, every leaf of shape ``[num_layers, ...]``. Leaves in host memory are streamed, others
             are indexed in device memory. Leaves of shape ``[num_layers]`` are moved to the device before the loop.
-        prefetch: whether to fetch the next slice while the current one computes, for the bytes of one more slice.
-        inputs: memory that keeps the carries until the backward pass.
+        prefetch: whether to fetch the next slice while the current layer computes; it takes memory for one more slice.
+        inputs: memory, ``"device"`` or ``"host"``, that keeps the input of each layer until the backward pass.
 
     Returns:
         ``(carry, ys)``, as `jax.lax.scan` returns them. Gradients with respect to host leaves of `xs` are on the host.
 
     Raises:
-        StructureError: when the leading axes of `xs` differ, or are 0.
-        PlacementError: when no leaf of `xs` is in host memory, or `body` computes with a value that is.
+        StructureError: when `xs` has no leaf, or the leading axes of its leaves differ or are 0.
+        PlacementError: when no leaf of `xs` is in host memory, or `body` computes with a value in host memory. Also on
+            a GPU whose XLA reads slices of host memory at a wrong offset.
         ConfigError: for an unknown `inputs`.
 
     Warns:
-        PlacementWarning: when traced for a compile-only device that has no host memory. Also for a TPU with leaves of 8
-            or 4 bits that its compiler would copy whole, unless a libtpu option is set before it starts.
+        PlacementWarning: when traced for a compile-only device that has no host memory. Also for 8- and 4-bit leaves
+            that a TPU's compiler copies whole; the warning names a libtpu option that prevents the copies.
 
     Memory:
         The device holds two slices of `xs` (one without `prefetch`), the residuals and gradient of one layer, and `ys`.
@@ -200,7 +201,7 @@ def _stream(
 
 
 def _split_inexact(tree: Tree) -> tuple[Tree, Tree]:
-    """Split a tree into leaves that have gradients and the others; `None` marks leaves of the other tree."""
+    """Split a tree into inexact leaves, which have gradients, and all others; None replaces missing leaves."""
     floating = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
     return floating, jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
 

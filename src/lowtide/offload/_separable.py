@@ -1,8 +1,8 @@
 """Find the separable parts of an update: each row of the results needs only the same row of the arguments.
 
-The update is traced once and read as a list of equations, with calls inlined. Each group of leaves that meet in an
-operation is then updated in blocks of rows. Limits: an operation without a rule below is treated as if it mixed all
-rows, which is safe but may be too strict. `while` loops and long scans are not analysed.
+The update is traced once and read as a list of equations, with calls inlined. Leaves that meet in an operation form a
+group, which is then updated in blocks of rows. Limits: an operation without a rule below is treated as if it mixed all
+rows. This is safe, but a group may be updated whole without need. `while` loops and long scans are not analysed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..jaxprs import Kind, bodies, called, equations, fold, kind_of, make_jaxpr
 
 # Kinds of values:
 #
-# - *rows*: its leading `rows` axes are those of some input leaves. Elementwise operations keep all axes; a reduction or
-#   transposition keeps the axes before the first one that it changes; and so on.
+# - *with rows*: the leading `rows` axes are those of some input leaves. Elementwise operations keep all axes. A
+#   reduction or transposition keeps the axes before the first axis that it changes.
 # - *constant over rows*: a broadcast scalar, which can belong to every group.
 # - *free*: every other value that depends on no host leaf, such as a step counter or the global norm of the gradients.
 #   It is computed once, before the groups.
 #
-# If a value depends on a host leaf but lost its rows, its group can only run whole. Sums and extremes over the rows are
-# an exception (the norm in LAMB's trust ratio, the global norm of gradients that `optax.MultiSteps` accumulated). They
-# can be folded block by block in a separate pass and are free afterwards. A `cond` on host leaves becomes a selection,
-# so that its branches are analysed, too.
+# If a value depends on a host leaf but has no rows left, its group can only be updated whole. Sums, maxima and minima
+# over rows are an exception (the norm in LAMB's trust ratio, the global norm of gradients that `optax.MultiSteps`
+# accumulated). A pass, which is a loop before the groups, folds them block by block; afterwards they are free. A `cond`
+# on host leaves becomes a selection, so that its branches are analysed, too.
 
 _ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
@@ -73,7 +73,7 @@ for _name in (*(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and"
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
     _KEPT_AXES[_name] = lambda p, s: p["axis"]
 
-# Parameters that contain the shape of a full leaf, and are replaced by that of a block.
+# Parameters that contain the shape of a full leaf; for a block, the block's shape replaces it.
 _SHAPE_PARAMS = {
     "broadcast_in_dim": "shape",
     "dynamic_slice": "slice_sizes",
@@ -101,7 +101,7 @@ _MIN_FOLD_REDUCTION = 8
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One operation on numbered values."""
+    """One operation; `inputs` and `outputs` are numbers of values."""
 
     primitive: Any
     inputs: tuple[int, ...]
@@ -111,7 +111,7 @@ class Equation:
 
 @dataclasses.dataclass
 class Program:
-    """A traced function without calls: values ``0 … num_inputs - 1`` are its flat inputs."""
+    """A traced function with calls inlined. Its values have numbers; ``0 … num_inputs - 1`` are its flat inputs."""
 
     num_inputs: int
     equations: list[Equation] = dataclasses.field(default_factory=list)
@@ -127,7 +127,7 @@ class Program:
     def needed_for(
         self, values: Iterable[int], among: Sequence[Equation] | None = None, known: Collection[int] = ()
     ) -> list[Equation]:
-        """List, in order, the equations that compute some values from inputs and known values."""
+        """List the equations, in program order, that compute `values` from the inputs and the `known` values."""
         required, needed = set(values).difference(known), list[Equation]()
         for equation in reversed(self.equations if among is None else among):
             if required.intersection(equation.outputs):
@@ -136,9 +136,9 @@ class Program:
         return needed[::-1]
 
     def run(self, equations: Iterable[Equation], values: dict[int, Any], sizes: Sequence[int] = ()) -> None:
-        """Compute equations in order and add the results to `values`, arrays by value number.
+        """Compute equations in order, and add their results to `values`, which maps value numbers to arrays.
 
-        `sizes` are those of the leading axes of a block, if the arrays are blocks of the full ones.
+        If the arrays are blocks, `sizes` are the sizes of a block's leading axes.
         """
         for equation in equations:
             params = equation.params
@@ -173,7 +173,7 @@ def _on_device(leaf: Any) -> Any:
 class _Inliner:
     program: Program
     host: set[int]  # values that depend on host leaves
-    flat: dict[int, int] = dataclasses.field(default_factory=dict)  # operands of reshapes to a vector, by their result
+    flat: dict[int, int] = dataclasses.field(default_factory=dict)  # from the result of a flattening to its operand
 
     def new_value(self, aval: Any, on_host: bool) -> int:
         self.program.avals.append(aval)
@@ -195,7 +195,7 @@ class _Inliner:
         if (inner := called(eqn)) is not None:
             return self.add(inner, inputs)
         if kind_of(eqn) is Kind.BRANCH and self.host.intersection(inputs):
-            # A branch on host leaves becomes a selection: both sides run, so branches with loops are left alone.
+            # A `cond` on host leaves becomes a selection, which runs all branches. A `cond` with loops stays as it is.
             kinds = {kind_of(inner_eqn) for branch in bodies(eqn) for inner_eqn in equations(branch.jaxpr)}
             if kinds.isdisjoint((Kind.SCAN, Kind.WHILE)):
                 cases = [self.add(branch.jaxpr, inputs[1:]) for branch in bodies(eqn)]
@@ -210,7 +210,7 @@ class _Inliner:
         return outputs
 
     def add_short_scan(self, eqn: Any, inputs: Sequence[int]) -> list[int] | None:
-        """Unroll a short scan whose carry depends on host leaves; it may slice device arrays, but stack no results."""
+        """Unroll a short scan whose carry depends on host leaves; None if it slices host leaves or stacks results."""
         (body,) = bodies(eqn)
         first, last = body.carried.start, body.carried.stop
         carry, stacked = list(inputs[first:last]), inputs[last:]
@@ -229,7 +229,7 @@ class _Inliner:
         return self.add(closed, [value])[0]
 
     def add_inner_product(self, inputs: Sequence[int], aval: Any) -> list[int] | None:
-        """Rewrite `jnp.vdot` of two arrays of one shape, which flattens them, as a sum of products that keeps rows."""
+        """Rewrite `jnp.vdot` of arrays of one shape, which flattens them, as a sum of products; else return None."""
         arrays = [self.flat.get(value, value) for value in inputs]
         avals = [self.program.avals[value] for value in arrays]
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -261,15 +261,15 @@ class Group:
     free: tuple[int, ...]
     """Values that the group reads and that are computed before it."""
     outputs: tuple[int, ...]
-    """Positions of the results."""
+    """Positions of the group's results among the program's outputs."""
     equations: tuple[Equation, ...]
-    """Computation of blocks of the results from blocks of `leaves`."""
+    """Equations that compute a block of the results from a block of `leaves`."""
     rows: int
-    """Number of leading axes along which blocks may be cut; 0: only whole."""
+    """Number of leading axes along which blocks may be cut; 0 if the group can only be updated whole."""
     blocked_by: str | None
-    """The operation that prevents blocks."""
+    """Name of the operation that prevents blocks; None if `rows` is above 0."""
     folds: tuple[Equation, ...] = ()
-    """Reductions that a pass computes block by block; a pass has no outputs. Empty for a group that is not a pass."""
+    """For a pass, the reductions that it computes block by block; else empty. A pass has no `outputs`."""
 
 
 def separate(
@@ -277,9 +277,9 @@ def separate(
 ) -> tuple[list[Group], list[Group]]:
     """Divide a program into independent groups of leaves; return the passes, then the groups.
 
-    `replaced` is the input leaf that each output overwrites. With `fold`, sums and extremes over rows of host leaves
-    run in passes: loops over blocks that run before the groups and overwrite nothing. Outputs outside all groups are
-    unchanged inputs, or depend on host leaves only through a pass.
+    `replaced` holds the input leaf that each output overwrites. With `fold`, sums and extremes over rows of host leaves
+    are computed in passes: loops over blocks that run before the groups and overwrite nothing. An output is in no group
+    if it is an unchanged input, or depends on host leaves only through passes or not at all.
     """
     host = set(on_host)
     program.equations = program.needed_for(program.outputs)
@@ -338,7 +338,7 @@ class _Flow:
         if name in _ELEMENTWISE:
             self._free_repeated_operands(equation, carriers)
             carriers = [value for value in carriers if value in self.rows]
-            if not carriers:  # rows times columns: each block can compute this
+            if not carriers:  # such as a row vector times a column vector: each block can compute its part
                 self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
                 return
         rows = self._num_row_axes(equation, carriers)
@@ -355,9 +355,9 @@ class _Flow:
             self.host.update([output] if on_host else [])
 
     def _free_repeated_operands(self, equation: Equation, carriers: Sequence[int]) -> None:
-        """Free operands on the device that an elementwise operation repeats along rows, so they are computed before.
+        """Make operands free (computed before the groups) that an elementwise operation repeats along rows.
 
-        They have one row where the result has many: Adafactor's column statistics, SM3's accumulators.
+        Such device arrays have one row where the result has many: Adafactor's column statistics, SM3's accumulators.
         """
         avals, shape = self.program.avals, self.program.avals[equation.outputs[0]].shape
         for value in carriers:
@@ -380,7 +380,7 @@ class _Flow:
         return min(num_kept_axes, *(self.rows.get(value, program.rank(value)) for value in arrays))
 
     def best_group(self, positions: list[int], replaced: Sequence[int]) -> Group:
-        """Drop outputs that need no host leaf from the group, if more axes can be cut then."""
+        """Return the group of some outputs; drop those that need no host leaf if more axes can be cut without them."""
         whole_group = self.group(positions)
         host_positions = [
             position for position in positions if {self.program.outputs[position], replaced[position]} & self.host
@@ -391,7 +391,7 @@ class _Flow:
         return host_group if host_group.rows > whole_group.rows else whole_group
 
     def _num_foldable_axes(self, equation: Equation) -> int:
-        """Return the number of leading axes along which an operation can be computed in blocks and combined."""
+        """Return the number of leading axes along which a reduction can be computed in blocks; else 0."""
         if equation.primitive.name not in _FOLDS or len(equation.inputs) != 1:
             return 0
         (operand,), avals = equation.inputs, self.program.avals
@@ -400,7 +400,7 @@ class _Flow:
         return min(axes, self.rows.get(operand, 0)) if sizes[1] * _MIN_FOLD_REDUCTION <= sizes[0] else 0
 
     def passes(self) -> list[Group]:
-        """Return one pass for all folds over the same rows that need the same earlier passes."""
+        """Return the passes; one pass for all folds of a group over the same rows after equally many passes."""
         equations_by_pass: dict[Any, list[Equation]] = {}
         for equation, axes in self.folds:
             (operand,) = equation.inputs

@@ -1,13 +1,13 @@
-"""Update state in host memory block by block; each block is written back in place.
+"""Update arrays in host memory block by block; each block is written back in place.
 
-XLA hoists moves of whole trees: moving four Adam states to the device, updating them and moving them back saves 5 % of
-the memory instead of half. XLA cannot hoist slices out of a loop. So each group of leaves that `_separable` proves
+If a program moves whole trees to the device, XLA hoists all moves together: for four Adam states this saved 5 % of the
+memory instead of half. XLA cannot hoist slices out of a loop. So each group of leaves that `_separable` proves
 independent is updated in a loop over blocks of its leading axes: slice on the host, move, compute, move back, and write
-into the same buffer. Trip counts are hidden from XLA, which would otherwise unroll loops of one block and overlap their
-copies. The count of each loop depends on the previous loop, so temporaries exist for one group of leaves at a time.
+into the same buffer. XLA would unroll a loop of one block and overlap its copies, so its trip count is hidden from XLA.
+Each trip count depends on the previous loop, so temporaries exist for one group of leaves at a time.
 
-Limits: on a mesh, a slice along a sharded axis would gather the leaf. Shardings have to be given, because a tracer has
-none; the loops then run on each device's shard.
+Limits: on a mesh, a slice along a sharded axis would gather the leaf. A tracer has no sharding, so the caller has to
+pass shardings; the loops then run on each device's shard.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from ._host_memory import write as write_entry
 from ._separable import Group, Program, fold_block, initial_value, separate, trace
 
 # Host leaves of at most 1/64 of a block are moved whole, before the groups, as long as they have at most half a block
-# together. Loops over them would save nothing. Also, values that depend on them alone (Adafactor's row and column
-# statistics) then do not tie a group together.
+# together. Loops over them would save nothing. Then values that depend only on such leaves (Adafactor's row and column
+# statistics) do not join other leaves to one group. Leaves that cannot be cut are moved whole if they have at most 1/16
+# of the bytes of all host leaves.
 _SMALL_PART = 64
 _UNCUT_PART = 16
 _is_analysed = contextvars.ContextVar("is_analysed", default=False)
@@ -53,7 +54,7 @@ _is_part = contextvars.ContextVar("is_part", default=False)
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One entry of a stacked array's leading axis, used as a leaf of the arguments; it is updated in place."""
+    """One entry of a stacked array's leading axis, as a leaf of the arguments of `stream`; it is updated in place."""
 
     array: Any
     index: Any
@@ -74,18 +75,18 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The analysis of a function and its groups; made by `plan`."""
+    """The analysis of a function by `plan`: the loops in which `stream` runs it."""
 
     program: Program
     treedef: Any
     replaced: tuple[int, ...]
     """For each output, the flat position of the leaf that it overwrites."""
     on_host: frozenset[int]
-    """Host leaves that are large enough for a loop."""
+    """Flat positions of the host leaves that are large enough for a loop."""
     groups: tuple[Group, ...]
     """Groups of leaves that are updated in loops."""
     passes: tuple[Group, ...]
-    """Loops that run before the groups and only read, for reductions."""
+    """Loops for reductions; they run before the groups and overwrite no leaf."""
 
 
 def plan(
@@ -97,11 +98,11 @@ def plan(
     declared: Collection[int] = (),
     fold: bool = False,
 ) -> Plan:
-    """Trace a function and divide it into groups of leaves; arguments as in `stream`, `fold` as in `separate`.
+    """Trace a function and divide it into loops; arguments as in `stream`; `fold` allows loops for reductions.
 
     Returns:
-        The plan. Each of its `groups` has the number of leading axes that may be cut (`rows`), and the operation that
-        prevents more (`blocked_by`).
+        The plan. Each of its `groups` has the number of leading axes that may be cut (`rows`). If that is 0,
+        `blocked_by` names the operation that prevents a cut.
 
     Raises:
         StructureError: when the result does not have the structure that `replaces` returns.
@@ -132,7 +133,7 @@ def traced_program(fn: Callable[..., Any], args: Sequence[Tree]) -> tuple[Progra
         args: its arguments; only shapes and dtypes are read.
 
     Returns:
-        The program, which computes any values that are requested, and the tree structure of the function's result.
+        The program, whose ``run`` computes any of its values, and the tree structure of the function's result.
     """
     with tracing_for_analysis():
         return trace(fn, args, ())
@@ -148,23 +149,23 @@ def _true_inside(variable: contextvars.ContextVar[bool]) -> Generator[None]:
 
 
 tracing_for_analysis = functools.partial(_true_inside, _is_analysed)
-"""Inside the block, make `stream` call its function directly, because it is traced for analysis."""
+"""Context manager: inside it, `stream` calls its function directly, because the function is traced for analysis."""
 part_of_parameters = functools.partial(_true_inside, _is_part)
-"""Inside the block, `is_part` is true: transformations see a part of the parameters."""
+"""Context manager: inside it, `is_part` is true, because an optimizer receives only a part of the parameters."""
 
 
 def is_part() -> bool:
-    """Return whether a transformation sees a part of the parameters, where selecting no leaf is not an error."""
+    """Return whether an optimizer receives only a part of the parameters; its patterns may then select no leaf."""
     return _is_part.get()
 
 
 def is_taken_apart() -> bool:
-    """Return whether a function is being traced for analysis, in which loops would hide the computation."""
+    """Return whether a function is being traced for analysis; loops and kernels would then hide its operations."""
     return _is_analysed.get()
 
 
 def refuse_other_structure(got: Any, expected: Any) -> None:
-    """Raise if an update's result has another structure than the trees that it replaces."""
+    """Raise `StructureError` if an update's result has another structure than the trees that it replaces."""
     if expected != got:
         problem = "the result of an update does not have the structure of the trees that it replaces"
         hint = "return trees like grads and state from update(grads, state, params)"
@@ -183,31 +184,31 @@ def stream(
     declared: Collection[int] = (),
     on_fallback: Callable[[list[str], str], None] | None = None,
 ) -> Tree:
-    """Call ``fn(*args)`` with arguments in host memory, with a few blocks at a time on the device.
+    """Compute ``fn(*args)`` for arguments in host memory, with a few blocks at a time on the device.
 
-    Inside a function that another `stream` traces, this calls `fn` directly, and the outer loops apply. A
-    `PlacementWarning` names effects of `fn`, which are left out, and arrays that a TPU has to move whole.
+    Inside a function that another `stream` traces, `fn` is called directly, and the outer loops apply. A
+    `PlacementWarning` names side effects of `fn`, which are left out, and arrays that a TPU has to move whole.
 
     Args:
         fn: a function of trees of arrays, such as ``tx.update``.
-        args: its arguments. Leaves may be in device or host memory, or be `Entry`s of stacked arrays. A result that
-            overwrites an `Entry` is the stacked array.
-        replaces: receives placeholders for the leaves of `args` and returns those that the results overwrite, with the
-            structure of the results: ``lambda grads, state, params: (grads, state)`` for ``tx.update``.
-        chunk_bytes: approximate bytes that one block moves from the host; rows are cut in multiples of the hardware's
+        args: its arguments. Leaves may be in device or host memory, or be an `Entry` of a stacked array. If a result
+            overwrites an `Entry`, the whole stacked array is returned in its place.
+        replaces: called with placeholders for the leaves of `args`; returns those that the results overwrite, in the
+            structure of the results. For ``tx.update`` it is ``lambda grads, state, params: (grads, state)``.
+        chunk_bytes: approximate bytes of the host leaves in one block. Blocks are cut at multiples of the hardware's
             tiles.
-        by_leaf: whether to cut nothing: each group is on the device whole while it is updated.
+        by_leaf: whether to cut nothing: leaves are updated whole, one group of dependent leaves at a time.
         shardings: None, or a tuple like `args` with a `jax.sharding.NamedSharding` or None for each leaf.
-        prevented: why nothing can be cut, or None.
-        declared: flat positions of leaves that count as host leaves although their type does not show it.
-        on_fallback: called with the paths (position of the argument first) of a group that is larger than a block and
-            cannot be cut, and with the reason. The default warns.
+        prevented: the reason why nothing can be cut, for warnings; None if leaves may be cut.
+        declared: flat positions of leaves that are streamed like host leaves, whatever memory their types show.
+        on_fallback: called when a group is larger than a block and cannot be cut, with the paths of its host leaves and
+            the reason. A path begins with the argument's position. None: a `PlacementWarning`.
 
     Returns:
         The value of ``fn(*args)``, each leaf in the memory of the leaf that it replaces.
 
     Raises:
-        StructureError: when the result does not have the structure that `replaces` returns.
+        StructureError: when the result's structure is not that of `replaces`, or changes an `Entry`'s shape or dtype.
 
     Memory:
         Donated host leaves are updated in place. The device holds about two blocks. A group that cannot be cut is on
@@ -235,7 +236,7 @@ def stream(
         leaf = leaves[index]
         if isinstance(leaf, Entry):
             refuse_other_type(paths[index], leaf.array, program.avals[value])
-    # XLA would copy a whole array in tall tiles for each block, or libtpu 0.0.51 aborts. So such arrays move once.
+    # With tall tiles, XLA would copy the whole array for each block, or libtpu 0.0.51 aborts. So such arrays move once.
     in_place = {index for index in loops.on_host if isinstance(leaves[index], Entry) or not is_tall(leaves[index])}
     values = {index: leaf if index in in_place else _to_device(leaf) for index, leaf in enumerate(leaves)}
 
@@ -249,7 +250,7 @@ def stream(
         loop = _Loop(plan=loops, group=group, rows=rows, chunk_bytes=chunk_bytes, on_whole=on_whole, reason=reason)
         return loop, {value: values[value] for value in (*group.leaves, *group.free)}
 
-    # Reductions over rows run first, in loops of their level; later passes and groups read their results.
+    # The passes (reductions over rows) run first, because later passes and the groups read their results.
     after: Any = jnp.int32(0)
     for group in loops.passes:
         compute(group.free)
@@ -295,14 +296,14 @@ def _warn(paths: list[str], reason: str) -> None:
 
 
 def large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
-    """Return the positions of the host leaves that are worth a loop, in order."""
+    """Return the flat positions, in order, of the host leaves that are large enough for a loop."""
     on_host = [
         index
         for index, leaf in enumerate(leaves)
         if leaf.ndim and (index in declared or isinstance(leaf, Entry) or _space(leaf) is HOST)
     ]
     # Leaves that cannot be cut, such as block scales, are moved whole if they are small compared with all host leaves.
-    # Otherwise they would force their groups to be updated whole.
+    # In a loop, they would force their groups to be updated whole.
     max_uncut_bytes = sum(leaf_bytes(leaves[index]) for index in on_host) // _UNCUT_PART
     on_host = [
         index
@@ -328,7 +329,7 @@ def _space(leaf: Any) -> Any:
 
 
 def refuse_other_type(name: str, stacked: Any, new: Any) -> None:
-    """Raise if the new value of an entry of a stacked array has another shape or dtype."""
+    """Raise `StructureError` if a new value has another shape or dtype than one entry of a stacked array."""
     if (new.shape, new.dtype) != (stacked.shape[1:], stacked.dtype):
         old_type, new_type = f"{stacked.dtype}{list(stacked.shape[1:])}", f"{new.dtype}{list(new.shape)}"
         hint = "choose an optimizer whose state keeps its dtype, or store parameters in the dtype of the updates"
@@ -346,9 +347,9 @@ def _buffer_for(program: Program, leaf: Any, value: int) -> Any:
 def _mesh_rows(
     group: Group, replaced: Sequence[int], leaf_shardings: Mapping[int, Any]
 ) -> tuple[int, Any, Any, str | None]:
-    """Return the number of a group's axes that may be cut, a mesh, its partition of them, and what prevents a cut.
+    """Return how many leading axes of a group may be cut, a mesh, the partition of these axes, and a reason.
 
-    Mesh and partition are None unless the loop has to run on shards. The last value is None if axes may be cut.
+    Mesh and partition are None unless the loop has to run on shards. The reason is None if axes may be cut.
     """
     if not group.rows:
         return 0, None, None, f"of the operation {group.blocked_by}"
@@ -381,7 +382,7 @@ def _shard_map_loop(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Loop:
-    """The update of one group of leaves, called on full arrays or, inside a `shard_map`, on shards."""
+    """The loop of one group or pass; called with full arrays or, inside a `shard_map`, with shards."""
 
     plan: Plan
     group: Group
@@ -394,15 +395,15 @@ class _Loop:
         streamed = [loop_inputs[index] for index in self.group.leaves if index in self.plan.on_host]
         on_host = [*streamed, *(buffer for buffer in buffers if _space(buffer) is HOST)]
         prefix = loop_inputs[self.group.leaves[0]].shape[: self.rows]
-        # 8-bit state is computed in float32. So a block counts in the widest floating-point dtype of its computation;
-        # otherwise it could have four times `chunk_bytes`.
+        # 8-bit state is computed in float32, so a block of it could need four times `chunk_bytes`. So bytes are counted
+        # in the widest floating-point dtype of the computation.
         avals = self.plan.program.avals
         dtypes = [avals[value].dtype for equation in self.group.equations for value in equation.outputs]
         least_itemsize = max((dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)), default=1)
         widest_bytes = sum(leaf.size * max(leaf.dtype.itemsize, least_itemsize) for leaf in map(_shape, streamed))
         cut = None
         if self.rows and all(is_row_major(leaf.shape, leaf.dtype) for leaf in on_host):
-            # XLA keeps the tiles of device arrays. A block of half a tile would change the layout of the whole array.
+            # XLA keeps the tiles of device arrays: for blocks of half a tile, it would change the whole array's layout.
             is_on_device = not any(_space(leaf) is HOST for leaf in on_host)
             rows = max(most_tile_rows(leaf.dtype) for leaf in on_host) if is_on_device else None
             ndim = min(leaf.ndim for leaf in on_host)
@@ -457,7 +458,7 @@ class _Loop:
             i, arrays = carry
             offsets = start(i)
             current_buffers = [_with_array(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
-            # A leaf that is overwritten is read from the buffer that is written, so there is one buffer instead of two.
+            # A leaf that a result overwrites is read from the buffer of the result, so there is only one buffer.
             overwritten = {
                 index: b
                 for index, b in zip(targets, current_buffers, strict=False)
@@ -472,8 +473,8 @@ class _Loop:
             new_blocks = [blocks[program.outputs[position]] for position in outputs]
             written: list[Any] = []
             for buffer_and_block in zip(current_buffers, new_blocks, strict=True):
-                # XLA for CPUs may read the block of one array again to compute another, so the writes run one after the
-                # other.
+                # To compute one array, XLA for CPUs may read the block of another array again. So the writes run one
+                # after the other.
                 wait = index_after(jnp.int32(0), written[-1:])
                 waiting_offsets = tuple(offset + wait for offset in offsets[0]), offsets[1] + wait
                 written.append(_write(*buffer_and_block, waiting_offsets))
@@ -486,7 +487,7 @@ class _Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """A host array with its leading axes merged, and the row where the leaf starts."""
+    """An array with its leading axes merged to rows, and the row where the leaf begins (0, or that of an `Entry`)."""
 
     array: Any
     begin: Any
@@ -506,7 +507,7 @@ def _with_array(leaf: Any, array: Any) -> Any:
 
 
 def _merge_axes(leaf: Any, axis: int) -> Any:
-    """Merge the leading axes of a host array or an entry: libtpu aborts on a host slice that starts along two axes."""
+    """Merge the leading axes of a host array or an `Entry`, because libtpu aborts on host slices along two axes."""
     if _space(leaf) is HOST:
         check_host_slices()
     if not isinstance(leaf, Entry) and (memory_space(leaf) is not HOST or not leaf.ndim):
@@ -516,13 +517,13 @@ def _merge_axes(leaf: Any, axis: int) -> Any:
 
 
 def _slice(leaf: Any, offsets: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
-    """Return a block of a leaf on the device; a scalar belongs to every block."""
+    """Return a block of a leaf on the device; every block includes a scalar as a whole."""
     if isinstance(leaf, _Rows):
         block = jax.lax.dynamic_slice_in_dim(leaf.array, leaf.begin + offsets[1], sizes[-1])
         return put(block, DEVICE).reshape(*sizes, *leaf.array.shape[1:])
     if isinstance(leaf, Entry) or not leaf.ndim or not sizes:
         return _to_device(leaf)
-    # An axis of size 1 belongs to every block, too: elementwise operations broadcast it.
+    # Every block includes an axis of size 1, too, because elementwise operations broadcast it.
     starts = [offset if size > 1 else 0 for offset, size in zip(offsets[0], leaf.shape, strict=False)]
     shape = (*map(min, sizes, leaf.shape), *leaf.shape[len(sizes) :])
     return jax.lax.dynamic_slice(leaf, _starts(starts, leaf.ndim), shape)
@@ -538,7 +539,7 @@ def _write(leaf: Any, block: Any, offsets: tuple[tuple[Any, ...], Any]) -> Any:
 
 
 def _starts(leading: Sequence[Any], ndim: int) -> list[Any]:
-    """Return the start of a slice along all axes, in int32 also if JAX's default integers have 64 bits."""
+    """Return the start indices of a slice along all axes, in int32 even if JAX's default integers have 64 bits."""
     return [jnp.asarray(start, jnp.int32) for start in (*leading, *(0,) * (ndim - len(leading)))]
 
 

@@ -1,9 +1,9 @@
-"""Check on a compiled program that a placement happened.
+"""Check in a compiled program that arguments and outputs are in the requested memories, host or device.
 
-A lost placement raises no error: the program computes the same values and needs the memory that was to be saved. Under
-`jit` tracers have no `sharding`; a memory kind may be dropped, and a donation unused. So this module reads the
-executable: memory kinds of arguments and outputs, XLA's byte totals per memory, aliases, and copies between the
-memories.
+A lost placement raises no error: the program computes the same values, but needs the memory that the placement should
+save. Under `jit`, tracers have no `sharding`, a memory kind may be dropped, and a donation may stay unused. So this
+module reads the executable: memory kinds of arguments and outputs, XLA's byte totals for each memory, aliases (outputs
+written into arguments), and copies between the memories.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ..core import (
 from ..memory import Program, crossed_donations, undonated
 
 # Limits. A CPU has one memory, so memory kinds are checked there, but bytes and copies are not. Compile-only GPUs keep
-# no memory kind of an argument; there the declared kind is checked, which only a `lowtide.memory.Program` has. Copies
-# are counted in XLA's dump. For a bare `jax.stages.Compiled` they are counted in its text, which some TPU programs
-# cannot print.
+# no memory kinds of arguments. For them, the check uses the declared kinds, which only a `lowtide.memory.Program`
+# records. Copies are counted in XLA's dump. For a bare `jax.stages.Compiled` they are counted in its text, which the
+# compiler cannot print for some TPU programs.
 
 Space = Literal["host", "device"]
 
@@ -54,7 +54,7 @@ _MAX_HOPS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Result of `verify`, for one device.
+    """Result of `verify`; all bytes are those of one device.
 
     Examples:
         >>> Placement(platform="tpu", host_paths=("0/w",), num_moves=2, host_argument_bytes=64).num_moves
@@ -64,19 +64,19 @@ class Placement:
     platform: str
     """Platform that the program was compiled for: ``cpu``, ``gpu`` or ``tpu``."""
     host_paths: tuple[str, ...] = ()
-    """Arguments in host memory."""
+    """Paths of the arguments in host memory."""
     device_bytes: int = 0
-    """Device memory while the program runs: argument + output - alias + temporaries + code."""
+    """Device memory of the running program: arguments, outputs not written into arguments, temporaries, and code."""
     host_argument_bytes: int = 0
-    """Arguments in host memory, as XLA counts them."""
+    """Bytes of arguments in host memory, as XLA counts them."""
     host_output_bytes: int = 0
-    """Outputs in host memory, including those written into arguments."""
+    """Bytes of outputs in host memory, including those written into arguments."""
     host_alias_bytes: int = 0
-    """Outputs in host memory that are written into arguments."""
+    """Bytes of outputs in host memory that are written into arguments."""
     host_temp_bytes: int = 0
-    """Temporaries in host memory: offloaded activations, and unwanted copies."""
+    """Bytes of temporaries in host memory: offloaded activations, and unwanted copies."""
     num_moves: int | None = None
-    """Copies between the memories in the program's text, loop bodies counted once; None if they cannot be counted."""
+    """Number of copies between host and device, with loop bodies counted once; None if unknown, as on a CPU."""
     notes: tuple[str, ...] = ()
     """Checks that were not possible, with the reason."""
 
@@ -106,26 +106,30 @@ def verify(
 
     Args:
         compiled: a `lowtide.memory.Program` or a `jax.stages.Compiled`.
-        expected: maps globs on argument paths to the memory of their leaves. A path is the argument's position or
-            keyword, then the tree path, as in ``1/**``. Where globs overlap, the later one counts.
-        outputs: the same for the function's results.
-        device_bytes: the most device memory that the program may need; a number or text such as ``"2.5 GiB"``.
-        host_bytes: the most host memory; a second copy of a host leaf exceeds it.
-        host_temp_bytes: the fewest bytes of temporaries in host memory, for offloaded activations.
-        donated: whether leaves that are updated on the host have to be donated. Without donation the host holds them
-            twice.
+        expected: maps globs on argument paths to ``"host"`` or ``"device"``. A path is the argument's position or
+            keyword, then the tree path, as in ``1/**``. If several globs match a leaf, the last one decides.
+        outputs: as `expected`, for globs on the tree paths of the function's results; None checks no results.
+        device_bytes: largest allowed device memory of the program; a number or text such as ``"2.5 GiB"``.
+        host_bytes: largest allowed host memory: arguments, temporaries, and outputs that are not written into
+            arguments. A tight bound detects a second copy of a host leaf.
+        host_temp_bytes: smallest allowed size of temporaries in host memory, such as offloaded activations.
+        donated: whether host leaves that the program updates must be donated; otherwise the host holds them twice.
 
     Returns:
         The placement, with notes on checks that this platform's compiler does not allow.
 
     Raises:
-        PlacementError: for leaves in the wrong memory; host arguments that XLA does not count for the host; donated
-            host leaves that no output reuses; host leaves that live twice, because they are not donated and their
-            results are not gradients; shards of host leaves that are gathered; a program that reads host leaves but
-            copies nothing between the memories; or bytes beyond the given bounds. It lists the first 12 problems. Also
-            for host leaves in a `jax.stages.Compiled` for a compile-only GPU.
+        PlacementError: with the first 12 problems; on a CPU only memory kinds are checked. The problems are:
+
+            - A leaf is in the wrong memory, or XLA does not count a host argument as host memory.
+            - No output reuses a donated host leaf, or JAX pairs a donated leaf with an output in another memory.
+            - A host leaf is not donated, although a host result of its shape, not a gradient, replaces it.
+            - The program gathers the shards of a host leaf, or reads host leaves without copies to the device.
+            - The bytes are beyond the bounds.
+            - Host leaves are expected in a `jax.stages.Compiled` for a compile-only GPU, which shows no memory kinds.
+
         SelectionError: when a glob matches no argument or output.
-        ConfigError: for another object than a compiled program, or a memory other than ``host`` and ``device``.
+        ConfigError: when `compiled` is not a program, `expected` is not a mapping, or a memory or size is invalid.
 
     Memory:
         Reads the compiler's report; allocates nothing on a device.
@@ -195,7 +199,7 @@ def verify(
 
 
 def _dynamic_positions(executable: Any, program: Program | None) -> list[int]:
-    """Return the caller's positions of the positional arguments that are not static."""
+    """Return the positions of the non-static positional arguments, in a call that also passes the static ones."""
     static = program.static if program is not None else ()
     return [index for index in range(len(executable.args_info[0]) + len(static)) if index not in static]
 
@@ -232,12 +236,12 @@ def _results(executable: Any) -> list[_Leaf]:
 
 
 def _shard_bytes(info: Any, sharding: Any) -> int:
-    """Return the logical bytes on one device, a lower bound of XLA's count."""
+    """Return the bytes of one device's shard without padding, a lower bound of XLA's count."""
     return leaf_bytes(jax.ShapeDtypeStruct(sharding.shard_shape(tuple(info.shape)), info.dtype))
 
 
 def _platform(executable: Any, program: Program | None) -> tuple[str, bool]:
-    """Return the platform, and whether its devices only compile and so have no host memory."""
+    """Return the platform, and whether its devices are compile-only devices without host memory."""
     shardings = jax.tree.leaves((executable.input_shardings, executable.output_shardings))
     if not shardings:
         return (program.target.platform, program.target.is_ahead_of_time) if program is not None else ("cpu", False)
@@ -298,7 +302,7 @@ def _find_miscounted(
     host_arguments: Sequence[_Leaf],
     host_paths: set[str],
 ) -> list[str]:
-    """Describe host arguments that XLA counts elsewhere, keeps twice, or never copies to the device."""
+    """Describe host arguments that XLA counts as device memory or never copies, and donations without effect."""
     problems: list[str] = []
     names = ", ".join(leaf.path for leaf in host_arguments[:6]) + (", …" if len(host_arguments) > 6 else "")
     num_bytes = sum(leaf.num_bytes for leaf in host_arguments)
@@ -320,7 +324,7 @@ def _find_miscounted(
 
 
 def _find_crossed_donations(executable: Any, program: Program | None) -> list[str]:
-    """Describe parameters that an output in another memory overwrites: JAX pairs them by shape alone (jax 0.10.2)."""
+    """Describe donated parameters paired with an output in another memory: JAX pairs by shape alone (jax 0.10.2)."""
     if program is not None:
         return crossed_donations(program.lowered)
     header = _text(executable).split("\n", 1)[0]
@@ -336,7 +340,7 @@ def _find_crossed_donations(executable: Any, program: Program | None) -> list[st
 
 
 def _find_duplicated(undonated_leaves: list[_Leaf], results: Sequence[_Leaf], text: str) -> list[str]:
-    """Describe host arguments that a host result of the same shape, not a gradient, replaces without donation."""
+    """Describe undonated host arguments that a host result of the same shape replaces; gradients do not count."""
     if not text:
         return []
     gradient_positions = _gradients(text)
@@ -417,7 +421,7 @@ def _text(executable: Any) -> str:
 
 
 def _arrays(shape: Any) -> Iterator[Any]:
-    """Yield the arrays of a shape; indices and contexts of asynchronous copies are scalars and are left out."""
+    """Yield the arrays of a shape, without scalars: asynchronous copies have scalar indices and contexts."""
     if shape.tuple_shapes:
         for part in shape.tuple_shapes:
             yield from _arrays(part)
@@ -426,12 +430,12 @@ def _arrays(shape: Any) -> Iterator[Any]:
 
 
 # Donation and byte totals do not distinguish a new optimizer state from gradients of host parameters: both are host
-# results with the shapes of host arguments. The scope of the operation that computes a result does. JAX writes
-# ``transpose`` into the scopes of a backward pass.
+# results with the shapes of host arguments. The scope of the operation that computes a result distinguishes them,
+# because JAX writes ``transpose`` into the scopes of a backward pass.
 
 
 def _gradients(text: str) -> set[int]:
-    """Return the positions of the results that the backward pass computes and nothing changes afterwards."""
+    """Return the positions of the results whose last operation belongs to the backward pass."""
     entry = text.partition("\nENTRY ")[2].partition("\n}")[0]
     lines = {match[2]: match for match in map(_INSTRUCTION.match, entry.splitlines()) if match}
     root = next((match for match in lines.values() if match[1]), None)
@@ -446,7 +450,7 @@ def _operands(line: str) -> list[str]:
 
 
 def _scope(name: str, lines: dict[str, re.Match[str]]) -> str:
-    """Return the scope of the operation that computes a value; copies and tuple elements take that of their operand."""
+    """Return the scope of the operation that computes a value; without one, the scope of its first operand."""
     for _ in range(_MAX_HOPS):
         if name not in lines:
             return ""

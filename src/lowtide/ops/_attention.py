@@ -1,22 +1,19 @@
 """Attention with an implementation selected for the device that the program is traced for.
 
-On a GPU in half precision, with neither a soft cap nor sinks, it is cuDNN's fused kernel through
-`jax.nn.dot_product_attention`. On a TPU it is JAX's splash attention (`_splash`). Elsewhere it is blocks of XLA's
-operations (`_blocks`). Few queries take all scores at once (`attend_with_scores`), which has derivatives of every kind.
+On a GPU in half precision, with neither a soft cap nor sinks, it is cuDNN's fused kernel (`_cudnn`). On a TPU it is
+JAX's splash attention (`_splash`). Elsewhere it is blocks of XLA's operations (`_blocks`). Few queries take all scores
+at once (`attend_with_scores`), which has derivatives of every kind.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, M = G T, H head.
-
-Known limits: cuDNN takes segments, and windows that differ between layers, as a mask, which becomes a bias
-[B, 1, T, T]. cuDNN's residuals have no names.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import typing
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +28,10 @@ from ..core import (
     check_choice,
     num_shards_along,
     shardings_of,
-    traced_device,
     traced_mesh,
     without_explicit_axes,
 )
-from ..core._compat import has_cudnn
+from . import _cudnn, _splash
 from ._blocks import attend_in_blocks, wide_dtype
 from ._implementations import Implementation
 from ._options import (
@@ -46,23 +42,44 @@ from ._options import (
     check_mask,
     check_mask_type,
     check_scores,
+    dot_product_options,
 )
-from ._splash import LEAST_TOKENS, attend_with_splash, unsupported_reason
 
-_HALF_DTYPES = (jnp.bfloat16, jnp.float16)
-_KERNELS = {
-    "cudnn": ("cuDNN's kernel", "half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks"),
-    "splash": (
+# Fewer queries have few scores, which are computed all at once.
+_LEAST_IN_BLOCKS = 64
+
+
+class AttentionKernel(NamedTuple):
+    """An implementation for particular devices, from a module of its own; the two texts are for messages."""
+
+    description: str
+    requirements: str
+    unsupported_reason: Callable[[Array, Array, AttentionMask, ScoreOptions], str]
+    """Returns why the kernel cannot compute this on the device of the traced program; empty if it can."""
+    is_preferred: Callable[[Array, Array, AttentionMask], bool]
+    """Returns whether automatic selection takes the kernel if it can compute this."""
+    attend: Callable[..., Array]
+    """Computes attention from queries, keys, values, mask and score options; `is_required` if the caller named it."""
+
+
+KERNELS: Mapping[Implementation, AttentionKernel] = {
+    "cudnn": AttentionKernel(
+        "cuDNN's kernel",
+        "half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
+        _cudnn.unsupported_reason,
+        _cudnn.is_preferred,
+        _cudnn.attend_with_cudnn,
+    ),
+    "splash": AttentionKernel(
         "the kernel for TPUs",
         "bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, and one array of segments "
         "for queries and keys",
+        _splash.unsupported_reason,
+        _splash.is_preferred,
+        _splash.attend_with_splash,
     ),
 }
-"""Description and requirements of each kernel, for messages."""
-# Fewer queries have few scores, which are computed all at once.
-_LEAST_IN_BLOCKS = 64
-# cuDNN takes documents as a mask of [T, T], and computes all of it: at 32,768 tokens its step was slower than blocks.
-_LEAST_MASK_IN_BLOCKS = 16384
+"""Kernels by name of the implementation, in the order in which automatic selection tries them."""
 
 
 def attention(
@@ -162,15 +179,11 @@ def _check_implementation(
         return
     hint = "leave it out to use the best one for the target"
     check_choice("attention: implementation", implementation, typing.get_args(Implementation), hint=hint)
-    reason = ""
-    if implementation == "cudnn":
-        reason = _unsupported_by_cudnn(q.dtype, q.shape[-1], scores)
-    elif implementation == "splash":
-        reason = _unsupported_by_splash(q, k, mask, scores)
-    if reason:
-        kernel, supported = _KERNELS[implementation]
+    kernel = KERNELS.get(implementation)
+    if kernel is not None and (reason := kernel.unsupported_reason(q, k, mask, scores)):
+        problem = f"attention: {kernel.description} cannot compute this"
         hint = 'leave implementation out, or pass "blocks"'
-        raise ConfigError(f"attention: {kernel} cannot compute this", expected=supported, got=reason, hint=hint)
+        raise ConfigError(problem, expected=kernel.requirements, got=reason, hint=hint)
 
 
 def _to_python_int(value: Any) -> Any:
@@ -188,14 +201,11 @@ def _broadcast_segments(rows: int, segments: tuple[Array, Array] | None) -> tupl
 def _dispatch(
     implementation: Implementation | None, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions
 ) -> Array:
-    is_required = implementation is not None
-    if implementation is None:
-        implementation = _best(q, k, mask, scores)
-    if implementation == "splash":
-        return attend_with_splash(q, k, v, mask, scores, is_required=is_required)
-    if implementation == "blocks":
-        return attend_in_blocks(q, k, v, mask, scores)
-    return attend_with_scores(q, k, v, mask, scores, implementation)
+    name = implementation or _best(q, k, mask, scores)
+    if name in KERNELS:
+        return KERNELS[name].attend(q, k, v, mask, scores, is_required=implementation is not None)
+    attend = attend_in_blocks if name == "blocks" else attend_with_scores
+    return attend(q, k, v, mask, scores)
 
 
 def attention_implementation(
@@ -229,71 +239,29 @@ def attention_implementation(
     """
     check_mask_type(mask)
     scores = ScoreOptions(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
-    x: Any = jax.ShapeDtypeStruct((1, num_tokens or LEAST_TOKENS, 1, head_dim), dtype)
+    x: Any = jax.ShapeDtypeStruct((1, num_tokens or _splash.LEAST_TOKENS, 1, head_dim), dtype)
     return _best(x, x, mask, scores)
 
 
 def _best(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> Implementation:
     """Return the target's kernel if it can compute this, else blocks or all scores."""
-    is_masked = not mask.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS
-    if not is_masked and not _unsupported_by_cudnn(q.dtype, q.shape[-1], scores):
-        return "cudnn"
-    is_long = min(q.shape[1], k.shape[1]) >= LEAST_TOKENS
-    if is_long and not _unsupported_by_splash(q, k, mask, scores):
-        return "splash"
+    for name, kernel in KERNELS.items():
+        if kernel.is_preferred(q, k, mask) and not kernel.unsupported_reason(q, k, mask, scores):
+            return name
     return "xla" if q.shape[1] < _LEAST_IN_BLOCKS else "blocks"
-
-
-def _unsupported_by_splash(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> str:
-    """Return why the kernel for TPUs cannot compute this; empty if it can."""
-    device = traced_device()
-    if device.platform != "tpu":
-        return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
-    return unsupported_reason(q, k, mask, scores)
-
-
-def _unsupported_by_cudnn(dtype: Any, head_dim: int, scores: ScoreOptions) -> str:
-    """Return why cuDNN's kernel cannot compute this; empty if it can."""
-    device = traced_device()
-    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
-    if not scores.is_plain:
-        return "a soft cap" if scores.soft_cap is not None else "sinks"
-    if device.platform != "gpu" or capability is None or int(capability[1]) < 8:
-        return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
-    if dtype not in _HALF_DTYPES:
-        return f"{dtype}"
-    if head_dim > 128 or head_dim % 8:
-        return f"heads of {head_dim}"
-    # A program for an absent GPU may be compiled without the library. Blocks of XLA's operations then replace the
-    # kernel, and a report counts their bytes.
-    return "" if has_cudnn() else "no cuDNN in this process"
 
 
 # --- all scores at once ----------------------------------------------------------------------------------------------
 
 
-def attend_with_scores(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    mask: AttentionMask,
-    scores: ScoreOptions,
-    implementation: Literal["cudnn", "xla"],
-) -> Array:
+def attend_with_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: AttentionMask, scores: ScoreOptions) -> Array:
     """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     # JAX's own XLA implementation computes float64 in float32, and has no float16 on a CPU.
-    is_supported = scores.is_plain and (implementation == "cudnn" or q_BTNH.dtype in (jnp.bfloat16, jnp.float32))
-    if not is_supported:  # `jax.nn.dot_product_attention` has no soft cap and no sinks
+    if not scores.is_plain or q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
         return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, mask.to_array(length, num_keys), scores)
-    options: dict[str, Any] = {"scale": scores.scale, "implementation": implementation}
-    if mask.is_static and mask.first_query == 0 and (mask.causal or not mask.window):
-        window: Any = mask.window
-        options["is_causal"] = mask.causal
-        options["local_window_size"] = None if window is None or window >= length else (window - 1, 0)
-    else:
-        options["mask"] = mask.to_array(length, num_keys)
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, **options)
+    options = dot_product_options(mask, length, num_keys)
+    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, scale=scores.scale, implementation="xla", **options)
 
 
 def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, is_seen: Array, scores: ScoreOptions) -> Array:

@@ -95,6 +95,15 @@ class ScoreOptions:
         return self.soft_cap is None and self.sinks is None
 
 
+def dot_product_options(mask: AttentionMask, num_queries: int, num_keys: int) -> dict[str, Any]:
+    """Return the arguments of `jax.nn.dot_product_attention` for a mask: options, or else an array of booleans."""
+    if mask.is_static and mask.first_query == 0 and (mask.causal or not mask.window):
+        window: Any = mask.window
+        local_window = None if window is None or window >= num_queries else (window - 1, 0)
+        return {"is_causal": mask.causal, "local_window_size": local_window}
+    return {"mask": mask.to_array(num_queries, num_keys)}
+
+
 def check_arrays(q: Any, k: Any, v: Any) -> None:
     shapes: list[Any] = [tuple(getattr(array, "shape", ())) for array in (q, k, v)]
     _require(

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array
 
-from ..core import BATCH_AXES, ConfigError, traced_mesh, varying_axes
+from ..core import BATCH_AXES, ConfigError, traced_device, traced_mesh, varying_axes
 from ..core._compat import on_one_device, splash_backward, splash_forward
 from . import _blocks
 from ._blocks import Config, RuntimeMask
@@ -65,7 +65,10 @@ class Kernel(NamedTuple):
 
 
 def unsupported_reason(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> str:
-    """Return why the kernel cannot compute this on a TPU; empty if it can."""
+    """Return why the kernel cannot compute this on the device of the traced program; empty if it can."""
+    device = traced_device()
+    if device.platform != "tpu":
+        return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
     query_segments, key_segments = mask.segments or (None, None)
     length, num_keys, dim = q.shape[1], k.shape[1], q.shape[-1]
     arrays = [array for array in jax.tree.leaves((q, k, mask.segments, scores.sinks)) if isinstance(array, jax.Array)]
@@ -80,6 +83,11 @@ def unsupported_reason(q: Array, k: Array, mask: AttentionMask, scores: ScoreOpt
         "values that differ along an axis of a jax.shard_map": any(varying_axes(jax.typeof(array)) for array in arrays),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def is_preferred(q: Array, k: Array, mask: AttentionMask) -> bool:
+    """Return whether the rows are long enough for the kernel."""
+    return min(q.shape[1], k.shape[1]) >= LEAST_TOKENS
 
 
 def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:

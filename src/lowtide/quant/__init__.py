@@ -1,6 +1,6 @@
-"""Quantised frozen weights: nodes that multiply like the arrays they replaced.
+"""Quantised frozen weights: a `QuantizedWeight` is a pytree node that multiplies like the array that it replaces.
 
-Code that loads models makes nodes one matrix at a time with `build`; users call `quantize` and `dequantize`.
+Users call `quantize` and `dequantize`. Code that loads models makes nodes one matrix at a time with `build`.
 """
 
 from ._model import abstract as abstract

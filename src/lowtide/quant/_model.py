@@ -34,35 +34,35 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
     """Quantise chosen frozen weights of a tree.
 
     Args:
-        tree: any pytree that uses its weights through `lowtide.core.linear` and `lowtide.core.rows`, or as
+        tree: any pytree. The model has to use its weights through `lowtide.core.linear` and `lowtide.core.rows`, or as
             ``weight @ x``, ``x @ weight`` or ``x @ weight.T``. Weights have shape [out, in], or [num_layers, out, in]
-            for stacked layers. `jax.ShapeDtypeStruct` leaves give abstract nodes.
-        match: globs on the paths of weights or of the modules that hold them. Floating-point matrices among the matches
-            are quantised. Vectors (norms, biases) and arrays with more axes (experts, convolutions) stay as they are.
-        format: ``"nf4"``: 4 bits, quantiles of a normal distribution, blocks of 64 with 8-bit scales: 4.13 bits a
-            weight. Codes and scales equal those of bitsandbytes where 64 divides `in`. ``"int4"``: 4 bits, blocks of
-            32: 4.5 bits. ``"mxfp4"``: 4 bits, blocks of 32 with powers of two: 4.25 bits. ``"int8"`` and ``"fp8"``:
-            8 bits, one scale a row.
-        block: neighbours in a row that share a scale, if not the format's own: a multiple of 8 up to 65,536, or 0 for
-            whole rows. The last block of a row may be shorter. ``"mxfp4"`` has no other block than its own.
+            for stacked layers. For `jax.ShapeDtypeStruct` leaves, the leaves of the nodes are shapes, too.
+        match: globs on the paths of weights or of the modules that hold them; globs with ``!`` exclude. Only matches
+            that are floating-point matrices are quantised: no norms, biases, experts or convolutions.
+        format: ``"nf4"``: 4 bits, quantiles of a normal distribution, blocks of 64 with 8-bit scales: 4.13 bits per
+            weight. Codes and scales equal those of bitsandbytes if 64 divides `in`. ``"int4"``: 4 bits, blocks of 32:
+            4.5 bits. ``"mxfp4"``: 4 bits, blocks of 32 with powers of two as scales: 4.25 bits. ``"int8"`` and
+            ``"fp8"``: 8 bits, one scale per row.
+        block: number of neighbours in a row that share a scale: a multiple of 8 up to 65,536, or 0 for whole rows.
+            None: the block size of the format, the only one for ``"mxfp4"``. The last block of a row may be shorter.
 
     Returns:
-        The tree with a `QuantizedWeight` in place of each weight. Its leaves are frozen: they get no gradient.
+        The tree with a `QuantizedWeight` in place of each selected weight. The nodes are frozen: they get no gradient.
 
     Raises:
         SelectionError: when a pattern matches nothing, or the exclusions leave nothing.
         ConfigError: for an unknown format or block.
-        StructureError: when no floating-point matrix is matched, or one is already quantised, or is a kernel or a table
-            with an adapter (`lowtide.lora.LoRAKernel`). Also when a number is not finite, or is so close to the largest
-            of its dtype that the format makes it infinite. Under `jax.jit` numbers are unknown and this is not raised.
-            There, a number that is not finite turns its block into NaN, in ``"int8"`` and ``"fp8"`` its row. In
-            ``"nf4"``, whose 8-bit scales cannot store NaN, it turns the 256 blocks that share a nested scale into NaN.
+        StructureError: when no floating-point matrix is matched, or a match is already quantised, or has a
+            `lowtide.lora.LoRAKernel` (the adapter of convolutions and embedding tables). Also when a number is not
+            finite, or so close to the largest of its dtype that the format makes it infinite. Under `jax.jit` numbers
+            are not checked: one that is not finite turns its block into NaN. In ``"nf4"``, whose 8-bit scales cannot
+            store NaN, it turns the 256 blocks that share a nested scale into NaN.
 
     Memory:
         ``bits * out * in / 8`` bytes for each matrix, in new arrays. Matrices are quantised one at a time, with a few
         float32 copies of the current one. The given tree is not changed: drop it to free its weights.
-        `lowtide.models.load` quantises while it reads, so that no whole weight is in memory. On a CPU, 4-bit codes take
-        one more byte each while a step runs.
+        `lowtide.models.load` quantises while it reads, so only one matrix at a time is in memory unquantised. On a CPU,
+        each 4-bit code takes one more byte while a step runs.
 
     Examples:
         >>> tree = {"q_proj": {"weight": jnp.ones((8, 64))}, "norm": {"weight": jnp.ones(64)}}
@@ -96,7 +96,7 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
 
 
 def dequantize(tree: Tree) -> Tree:
-    """Replace every quantised weight by a plain array, in the dtype it had.
+    """Replace every quantised weight by a plain array, in the dtype that it had before `quantize`.
 
     Args:
         tree: a pytree with `QuantizedWeight` nodes, also below adapters.
@@ -108,7 +108,7 @@ def dequantize(tree: Tree) -> Tree:
         StructureError: when the tree has no quantised weight.
 
     Memory:
-        A new array for each weight, and meanwhile a float32 copy of one matrix of it.
+        A new array for each weight, and a float32 copy of one matrix at a time.
 
     Examples:
         >>> tree = quantize({"w": jnp.full((2, 64), 3.0)}, "w", "nf4")
@@ -122,7 +122,7 @@ def dequantize(tree: Tree) -> Tree:
 
 
 def abstract(shape: tuple[int, ...], form: Format, dtype: Any) -> QuantizedWeight:
-    """Return the node of a weight of a given shape, with `jax.ShapeDtypeStruct` leaves."""
+    """Return the node for a weight of this shape and dtype, with `jax.ShapeDtypeStruct` leaves."""
     return jax.eval_shape(functools.partial(_encode_array, form, dtype), jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
@@ -132,20 +132,20 @@ def _is_quantized(leaf: Any) -> bool:
 
 def _is_node(leaf: Any) -> bool:
     """Return whether a node is a weight: a quantised one, or another `LinearWeight` that wraps no weight."""
-    # `type`: a user's module may have a field named ``linear``.
+    # The type decides, because a user's module may have a field named ``linear``.
     is_foreign = isinstance(leaf, LinearWeight) and hasattr(type(leaf), "linear") and not hasattr(leaf, "weight")
     return isinstance(leaf, QuantizedWeight) or is_foreign
 
 
 def _kernel_adapters(tree: Tree) -> dict[str, str]:
-    """Return the kinds of the adapters of kernels and of tables, by the path of their weight."""
+    """Return the class names of adapters with a method ``through`` (`LoRAKernel`), by the path of their weight."""
     is_adapter = lambda node: hasattr(node, "through") and hasattr(node, "weight")  # noqa: E731
     nodes = [(path, node) for path, node in leaves_with_paths(tree, is_leaf=is_adapter) if is_adapter(node)]
     return {f"{path}/weight".removeprefix("/"): type(node).__name__ for path, node in nodes}
 
 
 def _match_paths(paths: list[str], match: Any) -> set[str]:
-    """Match whole paths, and modules that hold a weight; an exclusion by either name holds."""
+    """Return the paths that globs select, by path or by module; globs with ``!`` exclude by path or by module."""
     by_name: dict[str, list[str]] = {}
     for path in paths:
         # Below an adapter, the path of the weight is <module>/weight/weight.
@@ -189,7 +189,7 @@ def _quantize_leaf(path: str, leaf: Any, form: Format) -> QuantizedWeight:
 
 
 def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
-    """Return the paths of the matrices that a match selects, as `quantize` does.
+    """Return the paths of the matrices that `quantize` would quantise with this `match`.
 
     Raises:
         SelectionError: when a pattern matches nothing, or the exclusions leave nothing.
@@ -219,17 +219,17 @@ def build(
     """Quantise a weight whose matrices are available one at a time.
 
     Args:
-        path: of the weight, for messages.
-        like: the shape and dtype of the weight.
+        path: path of the weight, for error messages.
+        like: an object with the shape and dtype of the weight.
         form: the format.
-        matrix: returns the matrix at an index of the stack, () where there is no stack.
+        matrix: function that returns the matrix at an index of the stack, or at () for a weight without a stack.
         places: shardings of the leaves, from `placed`; None for JAX's default device.
 
     Raises:
         StructureError: for a number that is not finite, or becomes infinite in the format.
 
     Memory:
-        The node, and in addition one matrix with a few float32 copies. Leaves for host memory pass through the device.
+        The node, and in addition one matrix with a few float32 copies. Leaves for host memory are made on the device.
     """
     stack = tuple(like.shape[:-2])
     if not stack:
@@ -248,14 +248,14 @@ def build(
 
 
 def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -> Any:
-    """Return the shardings of a node's leaves: that of the weight, on the axes whose sizes it divides evenly.
+    """Return the shardings of a node's leaves: the weight's, without mesh axes that do not divide a leaf evenly.
 
     Args:
-        node: its leaves, or their shapes.
-        sharding: of the weight, or None.
+        node: a node of arrays or shapes.
+        sharding: the sharding of the weight, or None.
 
     Returns:
-        A node of shardings, or None.
+        A node of shardings; None if `sharding` is None.
     """
     if sharding is None:
         return None
@@ -295,7 +295,7 @@ def _encode_array(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _quantize_matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Array]:
-    """Return the node, and whether all numbers are finite before and after quantisation."""
+    """Return the node, and two bools: whether all numbers are finite before, and after quantisation."""
 
     def check(weight: Array, node: QuantizedWeight) -> Array:
         return jnp.stack([jnp.all(jnp.isfinite(weight)), jnp.all(jnp.isfinite(largest_values(node)))])

@@ -1,7 +1,8 @@
-"""Quantised weights: formats, the node that replaces a weight, its products, and the choice of its codes.
+"""Quantised weights: their formats, the pytree node that replaces a weight, its products, and its codes.
 
-Shapes: L layers; ``out`` and ``in`` are the weight's. Every leaf has the same leading axes as the weight, so a stacked
-node is sliced, streamed and sharded like the array it replaced.
+A code is a small integer that stands for a number. Neighbours in a row form a block with one scale, by which their
+numbers are multiplied. Shapes: L layers; ``out`` and ``in`` are the sizes of outputs and inputs. Leaves of a stacked
+node have the weight's layer axis, so the node is sliced, streamed and sharded like the array that it replaces.
 
 Sources: Dettmers et al., "QLoRA" (arXiv:2305.14314), for nf4 and double quantisation; Dettmers, "8-Bit Approximations
 for Parallelism in Deep Learning" (arXiv:1511.04561), for the codes of scales; Micikevicius et al., "FP8 Formats for
@@ -30,13 +31,13 @@ from ..core import (
     without_explicit_axes,
 )
 
-# Codes are stored in an array of the weight's own shape, in a JAX dtype that XLA stores packed (4 bits take 4). Code
-# that slices, shards or streams a weight therefore does the same to its codes. bitsandbytes stores two neighbours of a
-# row in a byte. To separate them, a TPU would have to interleave lanes. Compiled for a v5e, the forward and backward
-# pass of a layer with such bytes took 2.5 times the cycles of bfloat16. With XLA's own 4-bit arrays it took 1.1 times.
+# Codes are stored in an array of the weight's own shape, in a JAX dtype that XLA packs: a 4-bit code takes 4 bits. So
+# functions that slice, shard or stream weights work on codes, too. bitsandbytes stores two neighbours of a row in a
+# byte. To separate them, a TPU would have to interleave lanes. Compiled for a v5e, the forward and backward pass of a
+# layer with such bytes took 2.5 times the cycles of bfloat16. With XLA's own 4-bit arrays it took 1.1 times.
 #
-# Every code is an integer. FP8 codes are the bits of the number, so that a selection of floating-point leaves for
-# training never includes a code.
+# Codes have integer dtypes, also FP8 codes, which are the bits of the number. So a selection of floating-point leaves
+# for training never includes codes.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ class Format:
     scales: Any
     """Dtype of the scales, before double quantisation."""
     table: tuple[float, ...] = ()
-    """The number that each code stands for, relative to its scale; empty where the code itself is a number."""
+    """The number that each code stands for, relative to its scale; empty if the code itself is the number."""
     largest: float = 1.0
-    """The number, relative to the scale, that the largest of a block becomes."""
+    """The largest number that a code stands for, relative to its scale."""
     double: bool = False
     """Whether scales are quantised again, to 8-bit codes with nested scales."""
 
@@ -85,9 +86,9 @@ def format_named(name: str, block: int | None = None) -> Format:
     """Return a format, with another block size if given.
 
     Args:
-        name: of `FORMATS`.
-        block: neighbours in a row that share a scale, a multiple of 8 up to 65,536; None for the format's own, 0 for
-            the whole row.
+        name: ``"nf4"``, ``"int8"``, ``"int4"``, ``"fp8"`` or ``"mxfp4"``.
+        block: neighbours in a row that share a scale, a multiple of 8 up to 65,536; 0 for the whole row, None for the
+            block size of the format.
 
     Raises:
         ConfigError: for an unknown name, or a block size that the format does not support.
@@ -106,9 +107,9 @@ def format_named(name: str, block: int | None = None) -> Format:
 
 
 # A product dequantises one matrix to the dtype of `x`. XLA fuses this with the product, or frees the matrix after it.
-# The backward pass dequantises again, so its residuals are the codes and scales, which the model holds anyway. This is
-# done with `jax.checkpoint`, which unlike `jax.custom_vjp` supports `jax.jvp`, `jax.vmap` and higher derivatives. Its
-# barrier keeps XLA from using the forward pass's matrix again. Scales get no gradient.
+# The backward pass dequantises again, so its residuals are the codes and scales, which the model holds anyway.
+# `jax.checkpoint` does this; unlike `jax.custom_vjp`, it supports forward-mode derivatives. Its optimization barrier
+# keeps XLA from using the forward pass's matrix again. Scales get no gradient.
 #
 # Known inefficiencies: no kernel multiplies by codes directly, so the weight may pass through the device's memory once
 # for each product. The experts of `lowtide.models` cannot be quantised, because their products use many matrices at a
@@ -119,7 +120,7 @@ def format_named(name: str, block: int | None = None) -> Format:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A frozen quantised weight; a pytree node that multiplies, and looks up rows, like the weight it replaced.
+    """A frozen quantised weight: a pytree node that multiplies, and looks up rows, like the weight that it replaces.
 
     The paths of its leaves are ``<path>/codes``, ``<path>/scales`` and, with double quantisation,
     ``<path>/nested_scales`` and ``<path>/offset``. The leaves are not checked, because JAX transformations replace them
@@ -136,12 +137,12 @@ class QuantizedWeight:
     codes: Any
     """Integers, [out, in] or stacked [L, out, in]; a 4-bit code takes 4 bits."""
     scales: Any
-    """One for each block of neighbours in a row, [out, blocks] or [L, out, blocks]; codes of them with double
-    quantisation."""
+    """One scale for each block of neighbours in a row, [out, blocks] or [L, out, blocks]. With double quantisation,
+    the scales are stored as 8-bit codes."""
     nested_scales: Any
-    """Scales of 256 scales each, [number] or [L, number]; None without double quantisation."""
+    """Scales of the codes in `scales`, one for each 256, [number] or [L, number]; None without double quantisation."""
     offset: Any
-    """The number that is added to every scale, [] or [L]; None without double quantisation."""
+    """Mean of the scales, which is added to each decoded scale, [] or [L]; None without double quantisation."""
     format: str = dataclasses.field(metadata={"static": True})
     """Name of the format (static)."""
     block: int = dataclasses.field(metadata={"static": True})
@@ -179,7 +180,7 @@ class QuantizedWeight:
         """Return the weight as an array.
 
         Args:
-            dtype: of the array; by default that of the weight.
+            dtype: dtype of the array; None for the dtype of the weight.
 
         Memory:
             The whole weight, with all its layers, in `dtype`.
@@ -211,7 +212,7 @@ class QuantizedWeight:
         """Look up rows, as in an embedding, in the dtype of the weight.
 
         Args:
-            ids: row indices; an index out of range gives NaN.
+            ids: row indices; negative ones count from the end. An index out of range gives NaN.
 
         Returns:
             Shape [..., in].
@@ -232,11 +233,11 @@ class QuantizedWeight:
         )
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
-        """Compute W x, in the dtype that arrays would have."""
+        """Compute W x, in the promoted dtype of the weight and `x`, as for arrays."""
         return _product(x, _stop_gradient(self), "left")
 
     def __rmatmul__(self, x: Float[Array, "*batch out"]) -> Float[Array, "*batch in"]:
-        """Compute x W, in the dtype that arrays would have."""
+        """Compute x W, in the promoted dtype of the weight and `x`, as for arrays."""
         return _product(x, _stop_gradient(self), "right")
 
     @property
@@ -302,12 +303,12 @@ def _take_rows(node: QuantizedWeight, ids: Array) -> Array:
 
 
 def largest_values(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
-    """Return the largest number of each block in the weight's dtype; infinite where rounding makes it too large."""
+    """Return the largest number that each block can hold, in the weight's dtype; infinite if it exceeds the dtype."""
     return (_scales(node) * FORMATS[node.format].largest).astype(node.dtype)
 
 
 def _values(codes: Array, form: str) -> Float[Array, "*any"]:
-    """Return the numbers that codes stand for, relative to their scale, float32."""
+    """Return the numbers that codes stand for, relative to their scale, in float32."""
     choices: list[Any] = list(FORMATS[form].table)
     if not choices:
         values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn) if form == "fp8" else codes
@@ -326,7 +327,7 @@ _E8M0_NAN = 255
 
 
 def encode(weight: Float[Array, "*stack out in"], form: Format, dtype: Any) -> QuantizedWeight:
-    """Quantise matrices of a weight of the given dtype; a block with a number that is not finite gets the scale NaN."""
+    """Quantise a weight, whose dtype was `dtype`; a block with a number that is not finite gets the scale NaN."""
     weight = weight.astype(jnp.float32)
     *leading, width = weight.shape
     block = min(form.block or width, width)
@@ -344,7 +345,7 @@ def encode(weight: Float[Array, "*stack out in"], form: Format, dtype: Any) -> Q
     else:
         scales = jnp.where(is_finite, absmax / form.largest, jnp.nan).astype(form.scales)
         divisor = scales.astype(jnp.float32)
-    if form.name == "nf4":  # multiplied by the inverse as in bitsandbytes: near a border between codes it matters
+    if form.name == "nf4":  # bitsandbytes multiplies by the inverse; a division gives other codes near a border
         factor = _overflow_factor(divisor)
         inverse = 1 / (jnp.maximum(divisor, _MIN_NORMAL) * factor)
         scaled = jnp.clip(blocks * factor[..., None] * inverse[..., None], -1, 1)
@@ -359,7 +360,7 @@ def encode(weight: Float[Array, "*stack out in"], form: Format, dtype: Any) -> Q
 
 def _round_to_codes(scaled: Array, form: Format) -> Array:
     if form.table:
-        code_of = {value: code for code, value in reversed([*enumerate(form.table)])}  # the first of two zeros
+        code_of = {value: code for code, value in reversed([*enumerate(form.table)])}  # of two zeros, use the first
         values = sorted(code_of)
         index = jnp.zeros(scaled.shape, jnp.int32)
         for low, high in zip(values, values[1:], strict=False):
@@ -373,10 +374,10 @@ def _round_to_codes(scaled: Array, form: Format) -> Array:
     return jnp.clip(jnp.round(scaled), -form.largest, form.largest).astype(jnp.int8).astype(form.codes)
 
 
-# Double quantisation as in bitsandbytes: 8-bit codes of a scale's distance from the mean. The scales of one matrix are
-# taken row by row, and 256 of them share a nested scale. A code stands for one of 256 numbers between -1 and 1 whose
-# spacing grows with their size: the i-th of seven decades (from 0) has 2ⁱ evenly spaced numbers of each sign. Decoding
-# computes these numbers instead of looking them up, because gathers are slow on a TPU.
+# Double quantisation as in bitsandbytes: an 8-bit code stores a scale's distance from the mean of a matrix's scales.
+# These scales are taken row by row, and 256 of them share a nested scale. A code stands for one of 256 numbers between
+# -1 and 1 whose spacing grows with their size: the i-th of seven decades (from 0) has 2ⁱ evenly spaced numbers of each
+# sign. Decoding computes these numbers instead of looking them up, because gathers are slow on a TPU.
 
 _NESTED_BLOCK = 256
 _DECADES = 7
@@ -386,10 +387,10 @@ _LARGE = 2.0**64
 
 @functools.cache
 def dynamic_map() -> np.ndarray:
-    """Return the numbers that the 256 codes of scales stand for, relative to a nested scale, ascending, float32."""
+    """Return the 256 numbers, ascending in float32, that codes of scales stand for relative to a nested scale."""
     positive: list[float] = []
     for decade in range(_DECADES):
-        # From both ends to the middle, each rounded once, as PyTorch spaces float32: the last digit can change a code.
+        # From both ends to the middle, each rounded once, as `torch.linspace` does: the last digit can change a code.
         i, count, start = np.arange(2**decade + 1), 2**decade, float(np.float32(0.1))
         step = float((np.float32(1) - np.float32(0.1)) / np.float32(count))
         bounds = np.where(2 * i < count + 1, start + step * i, 1 - step * (count - i)).astype(np.float32)
@@ -399,7 +400,7 @@ def dynamic_map() -> np.ndarray:
 
 
 def _quantize_scales(scales: Float[Array, "*stack O N"]) -> tuple[UInt8[Array, "*stack O N"], Array, Array]:
-    """Quantise float32 scales to codes of the same shape, nested scales [..., nested] and their mean [...].
+    """Quantise float32 scales; return codes of the same shape, nested scales [..., nested], and the mean scale [...].
 
     A scale that is not finite is left out of the mean. Its nested scale becomes NaN, because no code stands for NaN.
     """
@@ -415,16 +416,16 @@ def _quantize_scales(scales: Float[Array, "*stack O N"]) -> tuple[UInt8[Array, "
 
 
 def _overflow_factor(sizes: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Return powers of two that keep sums and inverses of large numbers in float32: 1 for sizes up to 2⁶⁴."""
+    """Return factors that keep sums and inverses of numbers in float32's range: 1 for sizes up to 2⁶⁴, else 2⁻⁶⁴."""
     return jnp.where(sizes > _LARGE, 1 / _LARGE, 1.0).astype(jnp.float32)
 
 
 def quantize_around_mean(scales: Float[Array, "*stack O N"], mean: Array) -> tuple[UInt8[Array, "*stack O N"], Array]:
-    """Quantise the distance of scales from a mean, bit for bit as bitsandbytes does.
+    """Quantise the distances of scales from a mean, as bitsandbytes does; return the codes and nested scales.
 
-    On GPUs, and in PyTorch, bitsandbytes takes the nearest code, as here. Its build for CPUs first rounds a distance to
-    one of 65,536 numbers. So fewer than one code in 200 is a neighbour of the one here, and 0 becomes 2.1e-5.
-    The last digits of the mean depend on the order of its sum, which in PyTorch depends on processor and threads.
+    On GPUs, and in PyTorch, bitsandbytes takes the nearest code, as here. On CPUs, it first rounds a distance to one of
+    65,536 numbers. So fewer than one code in 200 differs by one step, and the distance 0 becomes 2.1e-5. The last
+    digits of the mean depend on the order of its sum, which in PyTorch depends on processor and threads.
     """
     *stack, out, num_blocks = scales.shape
     shifted = scales.reshape(*stack, out * num_blocks) - mean[..., None]
@@ -443,7 +444,7 @@ def quantize_around_mean(scales: Float[Array, "*stack O N"], mean: Array) -> tup
 
 
 def decode(codes: UInt8[Array, "*any"]) -> Float[Array, "*any"]:
-    """Return the numbers that codes of scales stand for, computed without a table: float32."""
+    """Return the float32 numbers that codes of scales stand for, computed without a table."""
     distance = codes.astype(jnp.int32) - _ZERO
     size = jnp.abs(distance)
     value = jnp.zeros(codes.shape, jnp.float32)

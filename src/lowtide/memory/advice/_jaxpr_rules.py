@@ -1,4 +1,4 @@
-"""Lint rules on the traced function: checkpoint names, constants, multiplied-out adapters, duplicated averages."""
+"""Lint rules on the traced function: names, constants, unused offload, multiplied-out adapters, duplicated averages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from typing import Any, NamedTuple
 
 from ...core import format_bytes, is_own_name, leaf_bytes
 from ...jaxprs import bodies, consts_of, equations, fold, kind_of, opened, policy_names, saves_name, source_line, walk
-from .._owners import Owners
-from ._rules import Finding, leaf_finding
+from ._findings import Finding, Step, leaf_finding, rule
 
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_names(jaxpr: Any) -> Iterator[Finding]:
+@rule(
+    {
+        "checkpoint-name-unmatched": "a checkpoint policy contains a name that no checkpoint_name defines",
+        "checkpoint-name-unused": "no checkpoint policy contains a name, although a policy contains others, or "
+        "jax.checkpoint recomputes its value",
+    },
+    needs=("jaxpr",),
+)
+def _checkpoint_names(step: Step) -> Iterator[Finding]:
     """Find names that only a policy or only a `checkpoint_name` contains."""
-    tags, policies = _tags_and_policies(jaxpr)
+    tags, policies = _tags_and_policies(step.jaxpr)
     mentioned_names = set[str]().union(*(names for _, names in policies))
     # A policy has no effect for a misspelt name.
     unmatched_tags = {name: size for name, size in tags.items() if name not in mentioned_names}
@@ -34,7 +41,7 @@ def checkpoint_names(jaxpr: Any) -> Iterator[Finding]:
     unused_tags = {tag for tag in unmatched_tags if not any(saves_name(policy, tag) for policy, _ in policies)}
     if not saved_names:
         # Only names inside `jax.checkpoint` count, since libraries name values for optional policies.
-        checkpoints = (equation for equation in equations(jaxpr) if "policy" in equation.params)
+        checkpoints = (equation for equation in equations(step.jaxpr) if "policy" in equation.params)
         inner = (e for checkpoint in checkpoints for body in bodies(checkpoint) for e in equations(body.jaxpr))
         unused_tags &= {e.params["name"] for e in inner if e.primitive.name == "name"}
     # If policies request only names that do not exist, the findings above suffice.
@@ -52,7 +59,7 @@ def checkpoint_names(jaxpr: Any) -> Iterator[Finding]:
 def _tags_and_policies(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
     """Return the bytes of each `checkpoint_name`, and each policy with the names that it mentions."""
     tags, policies = dict[str, int](), dict[int, Any]()
-    for equation, runs in with_runs(jaxpr):
+    for equation, runs in _with_runs(jaxpr):
         if equation.primitive.name == "name" and not is_own_name(equation.params["name"]):
             name = equation.params["name"]
             tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
@@ -62,26 +69,25 @@ def _tags_and_policies(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict
     return tags, [(policy, names) for policy, names in named_policies if not names or not all(map(is_own_name, names))]
 
 
-def with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
+def _with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
     """Yield all equations of a jaxpr and of its inner jaxprs, each with the number of its runs."""
     return walk(jaxpr, 1, lambda _, body, runs: runs * body.times)
 
 
 def dtypes(jaxpr: Any) -> set[str]:
     """Return XLA's names of the types that the function casts to, or that its arguments have."""
-    casts = {
-        str(v.aval.dtype) for e in equations(jaxpr) if e.primitive.name == "convert_element_type" for v in e.outvars
-    }
+    casts = {str(e.outvars[0].aval.dtype) for e in equations(jaxpr) if e.primitive.name == "convert_element_type"}
     arguments = {str(variable.aval.dtype) for variable in jaxpr.jaxpr.invars if hasattr(variable.aval, "dtype")}
     return {name.replace("bfloat", "bf").replace("float", "f").replace("_", "") for name in casts | arguments}
 
 
-# --- constants -----------------------------------------------------------------------------------------------------
+# --- constants and host memory -------------------------------------------------------------------------------------
 
 
-def constants(jaxpr: Any) -> Iterator[Finding]:
+@rule({"large-constant": "the function closes over a large array, which becomes part of the program"}, needs=("jaxpr",))
+def _constants(step: Step) -> Iterator[Finding]:
     """Find the arrays that the function closes over."""
-    jaxprs = [jaxpr, *(body.jaxpr for equation in equations(jaxpr) for body in bodies(equation))]
+    jaxprs = [step.jaxpr, *(body.jaxpr for equation in equations(step.jaxpr) for body in bodies(equation))]
     values = [value for closed in jaxprs for value in consts_of(closed)]
     arrays = {id(value): value for value in values if hasattr(value, "shape") and hasattr(value, "dtype")}
     for array in arrays.values():
@@ -90,6 +96,25 @@ def constants(jaxpr: Any) -> Iterator[Finding]:
             path=f"{array.dtype}{list(array.shape)}",
             num_bytes=leaf_bytes(array),
             remedy="pass it as an argument: the program holds its own copy, and so does every compilation",
+        )
+
+
+@rule({"offload-moved-nothing": "the step offloads values, but host memory holds none"}, needs=("jaxpr",))
+def _unused_offload(step: Step) -> Iterator[Finding]:
+    if step.report.host_bytes or step.report.target.platform == "cpu":
+        return  # a CPU has one memory, so missing host bytes prove nothing
+    offloaded_bytes = 0
+    for equation, runs in _with_runs(step.jaxpr):
+        if equation.primitive.name == "device_put":
+            host_variables = [v for v in equation.outvars if "host" in str(getattr(v.aval, "memory_space", "")).lower()]
+            offloaded_bytes += runs * sum(leaf_bytes(v.aval) for v in host_variables)
+    if offloaded_bytes:
+        yield Finding(
+            rule="offload-moved-nothing",
+            path="device_put to host memory",
+            num_bytes=offloaded_bytes,
+            detail="the compiled program uses no host memory",
+            remedy="check the names in the offload policy, and check that the values are read again later",
         )
 
 
@@ -109,9 +134,13 @@ _MOVES = {"convert_element_type", "transpose", "squeeze", "reshape", "copy", "sl
 """Operations whose result contains the data of one operand; ``mul`` counts as a product with a number."""
 
 
-def multiplied_out(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
+@rule(
+    {"adapter-multiplied-out": "a low-rank correction is added to its weight, so a second copy of the weight exists"},
+    needs=("jaxpr", "owners"),
+)
+def _multiplied_out(step: Step) -> Iterator[Finding]:
     """Find sums of a weight and a product of two thin matrices, W + B A, if all three are arguments."""
-    open_jaxpr = jaxpr.jaxpr
+    open_jaxpr, owners = step.jaxpr.jaxpr, step.owners
     if len(open_jaxpr.invars) != len(owners.leaves):
         return
     equations_by_leaf: dict[int, Any] = {}
@@ -141,7 +170,7 @@ def multiplied_out(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
         return outputs
 
     inputs = [_Origin(index) if len(var.aval.shape) > 1 else _Origin() for index, var in enumerate(open_jaxpr.invars)]
-    fold(jaxpr, inputs, apply, lambda *_: _Origin())
+    fold(step.jaxpr, inputs, apply, lambda *_: _Origin())
     for index, eqn in equations_by_leaf.items():
         yield Finding(
             rule="adapter-multiplied-out",
@@ -156,9 +185,13 @@ def multiplied_out(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
 # --- equal states --------------------------------------------------------------------------------------------------
 
 
-def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
+@rule(
+    {"duplicated-average": "two states of the step are updated in the same way from the same values"},
+    needs=("jaxpr", "owners"),
+)
+def _duplicated_averages(step: Step) -> Iterator[Finding]:
     """Find states with equal update formulas that no pass reads, such as two averages of the same weights."""
-    open_jaxpr = jaxpr.jaxpr
+    open_jaxpr, owners = step.jaxpr.jaxpr, step.owners
     if len(open_jaxpr.invars) != len(owners.leaves) or len(open_jaxpr.outvars) != len(owners.outputs):
         return
     states = {

@@ -2,24 +2,25 @@
 
 The rules inspect the compiled program, not the source: whether an output reuses its argument's buffer, whether a
 gradient reaches a state, whether a value contains only the data of a weight. So they work for any framework, and the
-bytes of a finding exist in the compiled program.
+bytes of a finding exist in the compiled program. Rules that also read the traced function are in `_jaxpr_rules`.
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, cast
 
-from ...core import format_bytes, leaf_bytes, parse_bytes
-from ...hlo import ArgumentLeaf, CompiledProgram, Edge, Graph, Value, compile_program, reachable
+from ...core import format_bytes, parse_bytes
+from ...hlo import ArgumentLeaf, Edge, Graph, Value, compile_program, reachable
 from ...report import COMPUTED_ROLES, Buffer, MemoryReport
 from ...targets import Target
-from .._analysis import Role, examine
+from .._analysis import examine
 from .._owners import Owners
-from ._jaxpr_rules import checkpoint_names, constants, dtypes, duplicated_averages, multiplied_out, with_runs
-from ._rules import Finding, leaf_finding
+from .._roles import Role
+from ._findings import RULE_FUNCTIONS, Finding, Part, Step, leaf_finding, rule
+from ._jaxpr_rules import dtypes  # this import also registers the rules of the module
 
 _PRODUCTS = {"convolution", "custom-call", "dot"}
 _PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
@@ -68,22 +69,17 @@ def lint(
     program = compile_program(fn, args, kwargs, target, donate_argnums, static_argnums)
     limit = parse_bytes(min_bytes)
     report, owners = examine(program, roles)
-    findings = [*checkpoint_names(program.jaxpr), *_unused_offload(program, report), *constants(program.jaxpr)]
-    if owners is not None:
-        findings += [*lint_owners(owners, report, program.jaxpr), *duplicated_averages(program.jaxpr, owners)]
-        findings += multiplied_out(program.jaxpr, owners)
-    else:
-        findings += _padded_buffers(report)
+    findings = run_rules(owners, report, program.jaxpr, {"jaxpr"} if owners is None else {"jaxpr", "owners"})
     large_findings = [f for f in findings if f.num_bytes >= limit or f.rule == "checkpoint-name-unmatched"]
     return tuple(sorted(large_findings, key=lambda f: (-f.num_bytes, f.rule, f.path)))
 
 
-def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list[Finding]:
-    """Lint the compiled program; with a jaxpr, drop copies in a type that the traced function does not use."""
-    findings = [finding for rule in _OWNER_RULES for finding in rule(owners, report)] + list(_padded_buffers(report))
-    if jaxpr is not None:
-        traced = dtypes(jaxpr)
-        findings = [f for f in findings if f.rule != "residual-copy" or f.detail.partition("[")[0] in traced]
+def run_rules(
+    owners: Owners | None, report: MemoryReport, jaxpr: Any = None, parts: Set[Part] = frozenset({"owners"})
+) -> list[Finding]:
+    """Run the rules that need no other parts of the step; by default, those on the compiled program."""
+    step = Step(report, cast(Owners, owners), jaxpr)
+    findings = [finding for function, needs in RULE_FUNCTIONS if needs <= parts for finding in function(step)]
     # A more specific finding for the same bytes.
     copied_paths = {f.path for f in findings if f.rule == "copied-in-loop"}
     return [f for f in findings if f.rule != "rebuilt-state" or f.path not in copied_paths]
@@ -92,8 +88,9 @@ def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list
 # --- arguments and outputs -------------------------------------------------------------------------------------------
 
 
-def _undonated_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    reported_leaves = set[int]()  # one buffer serves one output
+@rule({"undonated-state": "the step replaces an argument that is not donated, so two copies of it exist"})
+def _undonated_state(step: Step) -> Iterator[Finding]:
+    owners, reported_leaves = step.owners, set[int]()  # one buffer serves one output
     has_backward = "backward" in owners.dataflow.phases.values()
     for output, index in owners.replaced.items():
         leaf = owners.leaves[index]
@@ -114,9 +111,10 @@ def _undonated_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         )
 
 
-def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    reused_leaves = set(owners.in_place.values())
-    for index, leaf in enumerate(owners.leaves):
+@rule({"donation-not-used": "a donated buffer is not reused for any output"})
+def _unused_donations(step: Step) -> Iterator[Finding]:
+    reused_leaves = set(step.owners.in_place.values())
+    for index, leaf in enumerate(step.owners.leaves):
         if leaf.donated and index not in reused_leaves:
             yield Finding(
                 rule="donation-not-used",
@@ -127,14 +125,15 @@ def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]
             )
 
 
-def _rebuilt_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+@rule({"rebuilt-state": "a loop writes the new value of a donated argument to a second buffer"})
+def _rebuilt_state(step: Step) -> Iterator[Finding]:
+    owners, extra_bytes = step.owners, collections.Counter[str]()
     donated_leaves = {
         owners.path_of(output): owners.leaves[index]
         for output, index in owners.replaced.items()
         if output in owners.in_place and owners.leaves[index].donated
     }
-    extra_bytes = collections.Counter[str]()
-    for buffer in report.peak:
+    for buffer in step.report.peak:
         # The output is in the argument's buffer, so this is a second buffer that is copied there at the end.
         if buffer.role == "outputs" and buffer.path in donated_leaves and "while/body" in buffer.scope:
             extra_bytes[buffer.path] += buffer.num_bytes
@@ -150,8 +149,9 @@ def _rebuilt_state(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         )
 
 
-def _returned_unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    flow = owners.dataflow
+@rule({"returned-unchanged": "an output is a copy of an argument"})
+def _returned_unchanged(step: Step) -> Iterator[Finding]:
+    owners, flow = step.owners, step.owners.dataflow
     for output in owners.results:
         index = flow.copy_of(output)
         if index is None or output in owners.in_place or not flow.graph.is_like(output, owners.parameter_of[index]):
@@ -183,8 +183,9 @@ def _is_model_output(owners: Owners, output: Value, leaf: int) -> bool:
 # --- frozen leaves ---------------------------------------------------------------------------------------------------
 
 
-def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    flow = owners.dataflow
+@rule({"optimizer-over-frozen": "a leaf without a gradient has optimizer state or an accumulator"})
+def _optimizer_over_frozen(step: Step) -> Iterator[Finding]:
+    owners, flow = step.owners, step.owners.dataflow
     if "backward" not in flow.phases.values():
         return
     sizes = _dimensions(owners)
@@ -224,8 +225,9 @@ def _has_training_input(owners: Owners, output: Value, leaf: int) -> bool:
     return any(map(is_training_value, reachable([output], array_sources)))
 
 
-def _norms_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    flow, graph = owners.dataflow, owners.dataflow.graph
+@rule({"norm-over-frozen": "the gradient of a frozen leaf is computed for a norm"})
+def _norms_over_frozen(step: Step) -> Iterator[Finding]:
+    owners, flow, graph = step.owners, step.owners.dataflow, step.owners.dataflow.graph
     trained_leaves = set(owners.replaced.values())
     frozen_leaves: dict[tuple[int, ...], list[ArgumentLeaf]] = {}
     # A compiler may compute a gradient twice, once for the norm. The second copy is assigned to no leaf.
@@ -266,10 +268,18 @@ def _sorted_dims(graph: Graph, value: Value) -> tuple[int, ...]:
 # --- copies of arguments for the backward pass -----------------------------------------------------------------------
 
 
-def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+@rule(
+    {
+        "residual-copy": "a copy of an argument is kept for the backward pass",
+        "frozen-cast": "a frozen argument is held twice: in its own dtype, and in the lower precision "
+        "that the step uses",
+    }
+)
+def _residual_copies(step: Step) -> Iterator[Finding]:
     """Find copies of arguments that are kept for the backward pass, and casts of whole frozen arguments."""
-    flow = owners.dataflow
-    copies_by_name = {b.operation: b for b in report.buffers if b.role == "copies"}
+    owners, flow = step.owners, step.owners.dataflow
+    copies_by_name = {b.operation: b for b in step.report.buffers if b.role == "copies"}
+    traced_dtypes = None if step.jaxpr is None else dtypes(step.jaxpr)
     largest: dict[int, Buffer] = {}
     for value in flow.phases:
         index, buffer = flow.copy_of(value), copies_by_name.get(flow.graph.name(value))
@@ -290,7 +300,8 @@ def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
             rule, detail = "frozen-cast", f"{detail}, in addition to {format_bytes(leaf.num_bytes)}"
             # Neither a barrier nor jax.checkpoint keeps a compiler from casting all layers before the loop.
             remedy = f"pass it in {buffer.dtype}, since it is frozen"
-        elif buffer.source:  # without a source line the compiler made it, such as the bfloat16 inputs of TPU products
+        elif buffer.source and (traced_dtypes is None or buffer.dtype in traced_dtypes):
+            # Otherwise the compiler made it, such as the bfloat16 inputs of TPU products.
             rule = "residual-copy"
             remedy = "recompute it with jax.checkpoint around the cast or gather and the product that reads it; or "
             remedy += "compute it once, outside the loop"
@@ -299,10 +310,11 @@ def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         yield Finding(rule=rule, path=leaf.path, num_bytes=buffer.num_bytes, detail=detail, remedy=remedy)
 
 
-def _dequantized_residuals(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+@rule({"dequantized-residual": "a quantised frozen weight is kept as floats for the backward pass"})
+def _dequantized_residuals(step: Step) -> Iterator[Finding]:
     """Find frozen weights that the forward pass dequantises and keeps as floats for the backward pass."""
-    flow = owners.dataflow
-    float_buffers = {b.operation: b for b in report.buffers if b.role == "activations" and b.source}
+    owners, flow = step.owners, step.owners.dataflow
+    float_buffers = {b.operation: b for b in step.report.buffers if b.role == "activations" and b.source}
     for value in flow.phases:
         buffer = float_buffers.get(flow.graph.name(value))
         if buffer is None or flow.phase(value) != "forward" or not flow.graph.is_floating(value):
@@ -343,18 +355,18 @@ def _is_cast_of_frozen(owners: Owners, copy: Buffer, leaf: int) -> bool:
 
 # A loop writes slices into its carry in place, unless an operation may read the old values after the write. Then XLA
 # first copies the whole array, in every iteration. The source code does not show this copy.
-def _copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+@rule({"copied-in-loop": "a loop copies a whole carried array before it writes a part of it"})
+def _copied_in_loops(step: Step) -> Iterator[Finding]:
     """Yield a finding for every carried array of a loop that is copied as a whole and then partly written."""
-    graph = owners.dataflow.graph
-    buffers_by_name = {buffer.operation: buffer for buffer in report.buffers}
+    owners, graph = step.owners, step.owners.dataflow.graph
+    buffers_by_name = {buffer.operation: buffer for buffer in step.report.buffers}
     for instruction in graph.instructions.values():
         if instruction.opcode != "while":
             continue
         root = graph.computations[instruction.proto.called_computation_ids[0]].root_id
         for value in graph.results(root):
-            copies = [
-                buffer for copy in _carried_copies(graph, value) if (buffer := buffers_by_name.get(graph.name(copy)))
-            ]
+            names = map(graph.name, _carried_copies(graph, value))
+            copies = [buffers_by_name[name] for name in names if name in buffers_by_name]
             if copies:
                 first, leaf = copies[0], owners.dataflow.copy_of((instruction.proto.operand_ids[0], value[1]))
                 yield Finding(
@@ -409,13 +421,14 @@ def _largest_branch(graph: Graph, copies: list[Value]) -> list[Value]:
 # --- what is held at once --------------------------------------------------------------------------------------------
 
 
-def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    graph = owners.dataflow.graph
+@rule({"stacked-gradients": "the gradients of many microbatches or examples are held at once before they are summed"})
+def _stacked_gradients(step: Step) -> Iterator[Finding]:
+    owners, graph = step.owners, step.owners.dataflow.graph
     # Compare elements, not bytes: a gradient may have a wider dtype than its weight, or another sharding.
     counts = {owners.leaves[index].path: graph.num_elements(value) for value, index in owners.parameters.items()}
     partial_names = {graph.name(value) for value in owners.dataflow.partial}  # parts of one split product
     gradients = collections.defaultdict[str, list[Buffer]](list)
-    for buffer in report.peak:  # the largest first
+    for buffer in step.report.peak:  # the largest first
         if buffer.role == "gradients" and buffer.phase == "backward" and buffer.operation not in partial_names:
             if math.prod(buffer.shape) >= counts.get(buffer.path, math.inf) > 0:
                 gradients[buffer.path].append(buffer)
@@ -437,11 +450,13 @@ def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding
         )
 
 
-def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    names = {owners.dataflow.graph.name(value) for value in owners.dataflow.merged}
+@rule({"checkpoint-undone": "jax.checkpoint saves no memory: the compiler keeps the values, or recomputes all at once"})
+def _undone_checkpoints(step: Step) -> Iterator[Finding]:
+    flow = step.owners.dataflow
+    names = {flow.graph.name(value) for value in flow.merged}
     merged: dict[str, list[Buffer]] = {}
     recomputed: dict[tuple[object, ...], list[Buffer]] = {}
-    for buffer in report.peak:
+    for buffer in step.report.peak:
         if buffer.role == "activations" and buffer.operation in names:
             merged.setdefault(buffer.source or buffer.scope, []).append(buffer)
         elif buffer.role == "recomputed" and "while/body" not in buffer.scope:
@@ -498,11 +513,12 @@ def _is_hidden_width(owners: Owners, columns: int, sizes: set[int]) -> bool:
     return False
 
 
-def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    columns, is_logits = logits(owners)
-    buffers = [buffer for buffer in report.peak if is_logits(buffer)]
+@rule({"whole-logits": "the logits of all tokens are held at once"})
+def _whole_logits(step: Step) -> Iterator[Finding]:
+    columns, is_logits = logits(step.owners)
+    buffers = [buffer for buffer in step.report.peak if is_logits(buffer)]
     total = sum(buffer.num_bytes for buffer in buffers)
-    if buffers and total >= _MIN_LOGITS_SHARE * report.device_bytes:
+    if buffers and total >= _MIN_LOGITS_SHARE * step.report.device_bytes:
         yield Finding(
             rule="whole-logits",
             path=buffers[0].label,
@@ -513,29 +529,12 @@ def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         )
 
 
-# --- names, host, mesh -----------------------------------------------------------------------------------------------
+# --- mesh and padding ------------------------------------------------------------------------------------------------
 
 
-def _unused_offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding]:
-    if report.host_bytes or program.target.platform == "cpu":
-        return  # a CPU has one memory, so missing host bytes prove nothing
-    offloaded_bytes = 0
-    for equation, runs in with_runs(program.jaxpr):
-        if equation.primitive.name == "device_put":
-            host_variables = [v for v in equation.outvars if "host" in str(getattr(v.aval, "memory_space", "")).lower()]
-            offloaded_bytes += runs * sum(leaf_bytes(v.aval) for v in host_variables)
-    if offloaded_bytes:
-        yield Finding(
-            rule="offload-moved-nothing",
-            path="device_put to host memory",
-            num_bytes=offloaded_bytes,
-            detail="the compiled program uses no host memory",
-            remedy="check the names in the offload policy, and check that the values are read again later",
-        )
-
-
-def _replicated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    for leaf in owners.leaves:
+@rule({"replicated": "every device of the mesh holds all of a large argument"})
+def _replicated(step: Step) -> Iterator[Finding]:
+    for leaf in step.owners.leaves:
         if leaf.num_replicas > 1:
             yield leaf_finding(
                 "replicated",
@@ -545,8 +544,9 @@ def _replicated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
             )
 
 
-def _padded_buffers(report: MemoryReport) -> Iterator[Finding]:
-    for buffer in report.peak:
+@rule({"padded": "a large buffer is mostly padding"}, needs=())
+def _padded_buffers(step: Step) -> Iterator[Finding]:
+    for buffer in step.report.peak:
         if buffer.padding_bytes * 2 > buffer.num_bytes:
             yield Finding(
                 rule="padded",
@@ -555,20 +555,3 @@ def _padded_buffers(report: MemoryReport) -> Iterator[Finding]:
                 detail=f"{buffer.dtype}{list(buffer.shape)} takes {format_bytes(buffer.num_bytes)}",
                 remedy="move the short axis away from the last two, or merge it with its neighbour",
             )
-
-
-_OWNER_RULES = (
-    _undonated_state,
-    _unused_donations,
-    _rebuilt_state,
-    _returned_unchanged,
-    _optimizer_over_frozen,
-    _norms_over_frozen,
-    _residual_copies,
-    _dequantized_residuals,
-    _stacked_gradients,
-    _copied_in_loops,
-    _undone_checkpoints,
-    _whole_logits,
-    _replicated,
-)

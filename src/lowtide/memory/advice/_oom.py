@@ -24,7 +24,7 @@ from ...report import MemoryReport
 from ...targets import Target, resolve_target
 from .._analysis import examine, examine_dump
 from .._owners import Owners
-from ._lint import lint_owners
+from ._lint import run_rules
 from ._remedies import ranked, suggest
 
 _HINT = "call lowtide.memory.remedies(step, *args), which compiles remedies that only change the call of the step"
@@ -175,7 +175,7 @@ def _out_of_memory_error(
 ) -> OutOfMemoryError:
     from rich.console import Console
 
-    remedies = () if owners is None else ranked(suggest(report, owners, lint_owners(owners, report)), report)
+    remedies = () if owners is None else ranked(suggest(report, owners, run_rules(owners, report)), report)
     text = io.StringIO()
     report.print(Console(file=text, width=120, no_color=True), top=top)
     usable = report.target.device_bytes if budget_bytes is None else budget_bytes

@@ -23,11 +23,12 @@ from ...core import format_bytes
 from ...hlo import ArgumentLeaf
 from ...report import COMPUTED_ROLES, Buffer, MemoryReport, live_bytes
 from ...targets import Target
-from .._analysis import Program, Role, compile, examine
+from .._analysis import Program, compile, examine
 from .._job import Job
 from .._owners import Owners
-from ._lint import lint_owners, logits
-from ._rules import Finding
+from .._roles import Role
+from ._findings import Finding
+from ._lint import logits, run_rules
 
 _LOSS_CHUNKS = 8
 _MOMENTS = re.compile(r"/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)(/|$)")
@@ -147,7 +148,7 @@ def advise(
     report, owners = examine(program, job.roles)
     if owners is None:
         return report, ()
-    candidates = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, batch)
+    candidates = suggest(report, owners, run_rules(owners, report, program.jaxpr), call, batch)
     if verify:
         candidates = tuple(_verify(remedy, report) for remedy in candidates)
     return report, ranked(candidates, report)

@@ -18,9 +18,9 @@ from .._streaming import tracing_for_analysis
 
 
 def refuse_explicit_axes(**trees: Tree) -> None:
-    """Raise `ConfigError` when a leaf is on a mesh whose axes are part of its type.
+    """Raise `ConfigError` when a leaf is on a mesh with explicit axes, which are part of its type.
 
-    Buffers of a layerwise step take their sharding from the values written into them, which explicit axes forbid.
+    A buffer of a layerwise step takes its sharding from the values written into it. Explicit axes do not allow this.
     """
     for path, leaf in leaves_with_paths(trees):
         if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
@@ -33,10 +33,10 @@ def refuse_explicit_axes(**trees: Tree) -> None:
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
     """Raise `StructureError` when one leaf's update depends on another leaf's gradient, directly or through the state.
 
-    Optimizers that draw random numbers or need other arguments raise it, too. `params` has one layer's shapes.
+    Also raise it for optimizers that draw random numbers or need other arguments. `params` has one layer's shapes.
     """
     try:
-        # Two layers are traced together: with one leaf per layer, a global norm mixes only the same leaf of different
+        # Two layers are traced together, because with one leaf per layer a global norm mixes only leaves of different
         # layers.
         layers, layer_names = (params, params), ("layer 0: ", "layer 1: ")
         closed, state = _trace_update(tx, layers)
@@ -80,7 +80,7 @@ _LOSS = -1
 
 
 def _describe_cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
-    """Describe, with examples from Optax, what mixes leaves, and the remedy."""
+    """Return a description of the kind of optimizer, with examples from Optax, and the remedy as a hint."""
     if "is_finite" in names:
         return (
             "one that checks all gradients before its update, such as optax.apply_if_finite",
@@ -98,7 +98,7 @@ def _describe_cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
 
 
 def _trace_update(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
-    """Trace one update from gradients, state, parameters and loss to updates and state; return it with state shapes."""
+    """Trace one update with gradients, state, parameters and loss; return its jaxpr and the shapes of the state."""
     state = jax.eval_shape(tx.init, params)
     update = optax.with_extra_args_support(tx).update
     value = jax.ShapeDtypeStruct((), "float32")
@@ -111,7 +111,7 @@ def _trace_update(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, 
 
 
 def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
-    """Return the jaxpr of one update and shapes of the state; raise if a part of the parameters is not enough."""
+    """Return the jaxpr of one update and shapes of the state; raise `StructureError` if the call fails."""
     try:
         return _trace_update(tx, params)
     except (TypeError, ValueError, AttributeError) as error:
@@ -124,7 +124,7 @@ def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any
 
 
 def _propagate_sources(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """Return for every output of a jaxpr the sources that it depends on, given those of the inputs."""
+    """Return the sources (gradient leaf indices, or `_LOSS`) of each output of a jaxpr, from those of its inputs."""
 
     def apply(eqn: Any, operand_sources: list[frozenset[int]]) -> list[frozenset[int]]:
         if (inner := called(eqn)) is not None:

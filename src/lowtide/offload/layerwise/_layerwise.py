@@ -1,10 +1,11 @@
-"""The optimizer inside the backward pass: it uses the gradients of each block before the next block runs.
+"""A training step that runs the optimizer inside the backward pass, one block at a time.
 
 A usual training step holds all gradients before the first update, and all optimizer state. Here the backward pass
-visits one block of a `LayerStack` at a time. The optimizer uses the block's gradients before the next block runs. The
-block's weights and state are on the device only during this visit. Microbatches run breadth first, so tokens per step
-can grow while the host traffic of weights and optimizer state does not. State on the host follows ZeRO-Offload (Ren et
-al., arXiv:2101.06840). Every block runs forward twice. Optimizers that mix leaves are refused.
+visits one block of a `LayerStack` at a time. The optimizer uses the block's gradients before the next block runs. By
+default, the block's weights and state are on the device only during this visit. Each block processes all microbatches
+before the next block, so more tokens per step need no more host traffic of weights and optimizer state. State on the
+host follows ZeRO-Offload (Ren et al., arXiv:2101.06840). Every block runs forward twice. Optimizers that mix leaves are
+refused.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from ._checks import refuse_coupled, refuse_explicit_axes, refuse_unusable
 from ._passes import StackPasses
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
-"""Default places of `layerwise_step`."""
+"""Default memory of each part, the argument `place` of `layerwise_step`."""
 OnNan = Literal["ignore", "skip"]
 ClipMode = Literal["exact", "previous", "layer"]
 
@@ -90,25 +91,27 @@ def layerwise_step(
 
     Args:
         stack: the model as `first`, `block`, `last`.
-        tx: any Optax optimizer that treats leaves one by one, without clipping by a global norm. It sees each layer,
-            without the stacking axis, and each outer leaf as a separate tree, at the paths ``layers/...`` and
-            ``outer/...``. So optimizers that reduce over a leaf (LAMB, Adafactor, Muon) reduce over one layer's leaf. A
-            mask such as ``x.ndim > 1`` counts the axes of one layer, unlike in a plain step on the stacked leaves.
+        tx: any Optax optimizer that updates a leaf without gradients of other leaves (no clipping by a global norm). It
+            receives each layer, without the stacking axis, and each outer leaf as a separate tree, with paths
+            ``layers/...`` and ``outer/...``. So optimizers that reduce over a leaf (LAMB, Adafactor, Muon) reduce over
+            one layer's leaf. A mask such as ``x.ndim > 1`` counts the axes of one layer, unlike a plain step on stacked
+            leaves.
         wrt: selects the leaves of ``{"outer": ..., "layers": ...}`` that train: globs such as ``"layers/**/lora_*"``,
             or a predicate.
         place: ``"host"`` or ``"device"`` for ``"layers"`` (stacked parameters), ``"outer"`` (embedding, norm, head),
             ``"opt_state"`` (of both) and ``"inputs"`` (inputs of blocks, kept for the backward pass). By default
-            everything but the outer parameters is on the host. Vectors of less than 1 MiB stay on the device.
+            everything but the outer parameters is on the host. Scalars, and vectors below 1 MiB, stay on the device.
         clip: how to clip gradients, or None.
         num_microbatches: number of parts of a batch; each layer processes all of them before the next layer is fetched.
-        weight: function of a microbatch that returns its weight, as in `lowtide.accumulate`.
+        weight: function of a microbatch that returns its weight, as in `lowtide.accumulate`; None for equal weights.
         chunk_bytes: approximate bytes of optimizer state on the device at one time during an update; a number, or text
             such as ``"64 MiB"``.
-        on_nan: what to do when the loss or gradients are not finite: ``"ignore"`` updates with them, ``"skip"`` skips
-            updates. ``"skip"`` skips all updates when the loss is not finite. It also skips all with ``"exact"``
-            clipping, because the norm of all gradients is known before. Otherwise the backward pass skips the update of
-            the first layer whose gradients are not finite, and all later ones. The metrics report the loss and the
-            norm. A `lowtide.Trainer` has a separate ``on_nan``, and with ``"skip"`` counts the skipped steps.
+        on_nan: what to do when the loss or a gradient is not finite. ``"ignore"`` applies the updates. ``"skip"`` skips
+            all updates when the loss is not finite. With ``"exact"`` clipping it also skips all updates when a gradient
+            is not finite, because the norm of all gradients is known before any update. With other clipping, or none,
+            it skips the first part with such a gradient, and all later parts. The parts are, in this order: outer
+            leaves that only `last` reads; layers, from last to first; other outer leaves. The metrics report the loss
+            and the norm. A `lowtide.Trainer` has a separate ``on_nan``, and with ``"skip"`` counts the skipped steps.
 
     Returns:
         The step: ``state, frozen = step.init(outer, layers)``, then
@@ -120,10 +123,11 @@ def layerwise_step(
 
     Memory:
         The device holds the arrays that `place` puts there, the weights and gradients of one layer, the activations of
-        one block for one microbatch, a few blocks of `chunk_bytes`, and the gradient of the largest outer leaf.
-        Gradients of leaves that `first` and `last` share are held throughout the backward pass. Apart from the placed
-        arrays, this does not grow with the number of layers or microbatches. The host holds one copy of the arrays that
-        are placed there, and ``(num_layers + 2) * batch`` activations between blocks.
+        one block for one microbatch, a few times `chunk_bytes` of optimizer state, and the gradient of the largest
+        outer leaf. Gradients of leaves that `first` and `last` share are held throughout the backward pass. Apart from
+        the placed arrays, this does not grow with the number of layers or microbatches. The host holds one copy of the
+        arrays that are placed there. With ``"inputs"`` on the host, these include up to ``num_layers + 2`` times the
+        activations that one block returns for the whole batch.
 
     Examples:
         >>> stack = LayerStack(
@@ -175,7 +179,7 @@ def layerwise_step(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clip:
-    """Scale gradients down to a norm, as `optax.clip_by_global_norm` does; raise `ConfigError` for invalid values.
+    """Settings for clipping gradients; the constructor raises `ConfigError` for invalid values.
 
     Examples:
         >>> Clip(max_norm=1.0)
@@ -183,19 +187,19 @@ class Clip:
     """
 
     max_norm: float
-    """Largest norm that is not scaled down, above 0."""
+    """Largest norm of gradients that are not scaled down, above 0."""
     mode: ClipMode = "exact"
-    """``"exact"``: the norm of all gradients of this step, from a second forward and backward pass. It costs twice the
-    arithmetic and 1.3 times the host traffic of weights and optimizer state. ``"previous"``: the factor for the norm of
-    the previous step; the first step is not clipped; no extra cost. ``"layer"``: each layer, and each outer leaf, by
-    its norm; no extra cost."""
+    """Norm that decides the scale. ``"exact"``: the norm of all gradients of this step, as `optax.clip_by_global_norm`,
+    from a second forward and backward pass. It costs twice the arithmetic and 1.3 times the host traffic of weights and
+    optimizer state. ``"previous"``: the norm of the last step that was not skipped; the first step is not clipped.
+    ``"layer"``: the norm of each layer, and of each outer leaf. The last two have no extra cost."""
 
     def __post_init__(self) -> None:
         check_number("max_norm", self.max_norm, above=0, hint="use for instance 1.0, or clip=None for no clipping")
         check_choice("mode", self.mode, get_args(ClipMode), hint='use "exact", which equals optax.clip_by_global_norm')
 
     def factor(self, norm: Any) -> Any:
-        """Return the factor for gradients of this norm: 1, or the factor that reduces the norm to `max_norm`."""
+        """Return the factor for gradients with this norm: 1, or the factor that reduces the norm to `max_norm`."""
         return jnp.where(norm < self.max_norm, 1.0, self.max_norm / norm)
 
 
@@ -250,8 +254,8 @@ class LayerwiseStep:
 
         Args:
             outer: parameters outside the stack.
-            layers: stacked parameters. Both may be arrays, or `jax.ShapeDtypeStruct`s for ahead-of-time compilation;
-                then the results are shapes, too. Each leaf keeps its sharding.
+            layers: stacked parameters. The leaves of `outer` and `layers` are arrays, or for ahead-of-time compilation
+                `jax.ShapeDtypeStruct`s; then the results are shapes, too. Each leaf keeps its sharding.
 
         Returns:
             The state, which every step consumes and returns, and the frozen leaves, which a step only reads.
@@ -260,13 +264,13 @@ class LayerwiseStep:
             ConfigError: for leaves on a mesh with explicit axes.
             SelectionError: when `wrt` selects nothing, or a leaf that has no gradient (an integer); when
                 `LayerStack.running` matches no outer leaf.
-            StructureError: for layers without a common leading axis or a trainable leaf, or outer leaves with equal
-                paths; for an optimizer that mixes leaves, draws random numbers, or needs more than gradients,
+            StructureError: for layers without a common leading axis or without a trainable leaf, or outer leaves with
+                equal paths; for an optimizer that mixes leaves, draws random numbers, or needs more than gradients,
                 parameters and the loss.
 
         Memory:
             One copy of each parameter in its place; optimizer state is made one layer at a time. A parameter that is
-            already in its place is not copied: it becomes part of the state, and the first step consumes it.
+            already in its place is not copied: it becomes part of the state, which the first step donates.
         """
         if not num_layers(layers):
             hint = "use lt.value_and_grad and an optimizer for a model without layers"
@@ -308,7 +312,7 @@ class LayerwiseStep:
         return _initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
 
     def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
-        """Return the model's current parameters: `outer` and `layers`, in their places."""
+        """Return the model's current parameters `outer` and `layers`, without copies or moves."""
         return combine(state.outer, frozen["outer"]), combine(state.layers, frozen["layers"])
 
     def __call__(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> tuple[LayerwiseState, dict[str, Any]]:
@@ -316,7 +320,7 @@ class LayerwiseStep:
 
         Args:
             state: as `init` or the previous step returned it; donate it.
-            frozen: the frozen leaves.
+            frozen: the frozen leaves that `init` returned.
             batch: data that the stack's functions read. With several microbatches, the leading axis of every leaf is
                 split.
 
@@ -327,9 +331,9 @@ class LayerwiseStep:
         Raises:
             ConfigError: for a batch on a mesh with explicit axes.
             PlacementError: when a leaf of the state is not in the memory where it was placed.
-            StructureError: when the batch does not split, or a function of the stack returns a wrong result; for an
-                outer leaf that no function reads, or one that `LayerStack.running` names but `last` does not use
-                exactly once.
+            StructureError: when the batch's leading axis is not a multiple of `num_microbatches`, or a function of the
+                stack returns a wrong structure or type. Also for a trainable outer leaf that neither `first` nor `last`
+                reads, or one that `LayerStack.running` names but `last` does not use exactly once.
         """
         _refuse_other_state(state, frozen)
         self._check_places(state, frozen)
@@ -379,7 +383,7 @@ class LayerwiseStep:
 
 
 def _refuse_other_state(state: Any, frozen: Any) -> None:
-    """Raise when the arguments of a step are not those that its `init` returned."""
+    """Raise `StructureError` unless the arguments of a step have the types of the results of `init`."""
     if not isinstance(state, LayerwiseState) or not isinstance(frozen, Mapping) or set(frozen) != {"outer", "layers"}:
         got = f"step({type(state).__name__}, {type(frozen).__name__}, ...)"
         hint = "make both with state, frozen = step.init(outer, layers)"
@@ -394,14 +398,14 @@ def _refuse_other_state(state: Any, frozen: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A batch and the state before its step; every method is pure."""
+    """One training step: its settings, the state before it, and the passes over its batch; every method is pure."""
 
     settings: LayerwiseStep
     state: LayerwiseState
     passes: StackPasses
 
     def measure(self) -> tuple[Any, Tree]:
-        """Compute the norm of all gradients, without keeping them; return it with the stacked leaves."""
+        """Return the norm of all gradients, without keeping them, and the stacked leaves that `forward` returns."""
         first, last = self._find_read_paths()
         inputs, boundary, layers = self.passes.forward(self._select_outer(first), self.state.layers, self.state.step)
         _, _, grads_last, boundary = self.passes.last(self._select_outer(last), boundary)
@@ -419,15 +423,15 @@ class _Step:
     def update(self, factor: Any, is_finite: Any = True) -> tuple[LayerwiseState, dict[str, Any]]:
         """Compute the new state and the metrics.
 
-        `factor` scales the gradients before they are used; None if each layer's norm decides, or nothing is clipped.
-        `is_finite` is whether the gradients are known to be finite so far.
+        `factor` scales all gradients; None for the clip mode ``"layer"`` and without clipping. `is_finite` is whether
+        the norm from `measure` is finite; True if `measure` did not run.
         """
         state, (first, last) = self.state, self._find_read_paths()
         inputs, boundary, layers = self.passes.forward(self._select_outer(first), state.layers, (state.step, factor))
         loss, metrics, grads_last, boundary = self.passes.last(self._select_outer(last), boundary)
         shared = self._store_shared(grads_last, first & last)
-        # Leaves that only `last` reads are updated before the blocks. Leaves that `first` reads, too, wait for its
-        # gradient at the end of the backward pass.
+        # Leaves that only `last` reads are updated before the blocks. Leaves that `first` also reads wait for the
+        # gradients of `first`, at the end of the backward pass.
         head = _without_paths(grads_last, first)
         squares = _square_norm(head)
         outer, outer_opt = self._update_outer(head, factor, loss, self._guard(squares, loss, is_finite))
@@ -440,7 +444,7 @@ class _Step:
             layers, opt = _update_layer(tx, grads, layer, layers, opt, i, loss, layer_factor, **options)
             return layers, opt, squares
 
-        # The dependency frees the gradients of the head before the first block runs backward.
+        # The first block waits for the update of the head, so that the head's gradients are freed first.
         after = zero_after((outer, squares))
         carry = (layers, state.layers_opt, squares)
         carry, boundary = self.passes.backward(lambda carry: carry[0], inputs, boundary, consume, carry, after)
@@ -493,7 +497,7 @@ class _Step:
         return map_with_paths(add, self.passes.first(grads, boundary)) if paths else grads
 
     def _store_shared(self, grads: Tree, paths: frozenset[str]) -> Tree:
-        """Move gradients that are kept until the end of the backward pass to the memory of their parameters."""
+        """Move the gradients of leaves that `first` and `last` share to the memory of the outer parameters."""
         space = SPACES[self.settings.place["outer"]]
         return jax.tree.map(lambda x: put(x, space) if x.ndim > 1 else x, _select_paths(grads, paths))
 
@@ -509,7 +513,7 @@ class _Step:
         return {"chunk_bytes": self.settings.chunk_bytes, "by_leaf": any(mesh.size > 1 for mesh in meshes)}
 
     def _guard(self, squares: Any, loss: Any, is_finite: Any) -> Any:
-        """Return whether the loss and all gradients so far are finite; None if steps are not guarded."""
+        """Return whether the loss and all gradients so far are finite; None if updates are never skipped."""
         is_guarded = self.settings.on_nan == "skip"
         return jnp.isfinite(squares) & jnp.isfinite(loss) & is_finite if is_guarded else None
 
@@ -569,8 +573,8 @@ def _update(
 ) -> tuple[Tree, Tree]:
     """Update parameters and state in place, in host or device memory, one block of rows at a time.
 
-    Gradients are on the device. `into` are arrays that the new parameters overwrite, if not `params`. `guard` is
-    whether to update at all, a boolean scalar; None for always. `options` are those of `stream`.
+    Gradients are on the device. The new parameters overwrite `into` if it is given, otherwise `params`. `guard` is a
+    boolean scalar: if False, old values are kept. None means True. `options` are those of `stream`.
     """
 
     def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
@@ -596,7 +600,7 @@ def _update(
 
 
 def _is_8_bit(leaf: Any) -> bool:
-    """Return whether a state leaf has 8-bit elements; it is streamed, so only a block of it exists in float32."""
+    """Return whether a state leaf is an 8-bit matrix; `stream` then holds only a block of the leaf in float32."""
     return leaf.ndim > 1 and leaf.dtype.itemsize == 1
 
 
@@ -608,8 +612,8 @@ def _update_layer(
     `grads` and `layer` belong to layer i and are on the device. `layers` and `opt` are stacked.
     """
     is_narrow = any(map(_is_8_bit, jax.tree.leaves(opt)))
-    # On a GPU the parameters are updated in place, too. On a TPU XLA would keep a copy of all layers for later reads
-    # (compiled).
+    # On a GPU, parameters are updated in place, like the state. On a TPU, XLA would keep a copy of all layers for later
+    # reads: seen in compiled programs.
     is_all_narrow = is_narrow and traced_device().platform == "gpu"
 
     def entry(leaf: Any, is_in_place: bool) -> Any:
@@ -623,7 +627,7 @@ def _update_layer(
             return new
         refuse_other_type("the state of a layer", stacked, new)
         written = write(stacked, new, index)
-        index = index_after(i, written)  # new parameters depend on the old state, so it is overwritten after them
+        index = index_after(i, written)  # new parameters are computed from the old state, so the state is written last
         return written
 
     into = jax.tree.map(functools.partial(entry, is_in_place=is_all_narrow), layers)
@@ -641,9 +645,10 @@ def _select_paths(tree: Tree, paths: Collection[str]) -> Tree:
 
 
 def _scope_optimizer(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
-    """Make the optimizer of a part of the parameters, at the paths of the whole tree: ``layers/...``.
+    """Wrap an optimizer so that it sees a part of the parameters as ``{name: part}``.
 
-    So labels and masks that are functions of paths decide as in a plain step.
+    Its paths then begin with ``layers/`` or ``outer/``, as in the whole tree. So labels and masks that are functions of
+    paths give the same result as in a plain step.
     """
     inner: Any = optax.with_extra_args_support(tx)
 
@@ -659,9 +664,10 @@ def _scope_optimizer(tx: optax.GradientTransformation, name: str) -> optax.Gradi
 
 
 def _can_move_to_host(leaf: Any, *, is_stacked: bool) -> bool:
-    """Return whether a leaf may move to the host: it is no vector, or has at least 1 MiB (per entry, if stacked).
+    """Return whether a leaf may move to the host: it has two or more axes, or at least 1 MiB.
 
-    A TPU cannot slice parts of smaller vectors in host memory, which a partitioned program may need.
+    Stacked leaves count without their leading axis. A partitioned program may need to slice a leaf in host memory. A
+    TPU cannot slice smaller vectors there.
     """
     entry = leaf.shape[1:] if is_stacked else leaf.shape
     return len(entry) > 1 or leaf_bytes(jax.ShapeDtypeStruct(entry, leaf.dtype)) >= 2**20
@@ -685,11 +691,11 @@ def _initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, 
         return jax.tree.map(lambda x: put(x, space) if _can_move_to_host(x, is_stacked=False) else x, state)
 
     count = num_layers(layers)
-    try:  # raises the optimizer's error if it selects no parameter at all; selecting none in one part is no error
+    try:  # raises the optimizer's error if it selects no parameter of the whole tree; one part may be unselected
         jax.eval_shape(lambda outer, layers: tx.init({"outer": outer, "layers": read(layers, 0)}), outer, layers)
     except LowtideError:
         raise
-    except Exception:  # noqa: S110, BLE001 -- labels or masks that fit parts alone
+    except Exception:  # noqa: S110, BLE001 -- labels or masks given as trees may fit one part only
         pass
     return LayerwiseState(
         step=_zero_scalar(layers, jnp.int32),

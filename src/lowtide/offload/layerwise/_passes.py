@@ -2,11 +2,11 @@
 
 The forward pass keeps only the input of each block. The backward pass recomputes a block from its input, passes the
 block's gradients to a function, and goes to the next block. So gradients of two blocks never exist together. The
-weights of a block move to the device once a pass, and all microbatches then run through the block in turn.
+weights of a block move to the device once per pass, and all microbatches then run through the block in turn.
 
-Shapes: L layers, M microbatches. Between two blocks, activations (in the backward pass, their cotangents) are kept in
-the *boundary*, with leading axis [M]. `inputs` holds the input of each block and the output of the last. Its leading
-axis is [(L + 1) * M], because libtpu slices arrays in host memory along one axis only.
+Shapes: L layers, M microbatches. Indices: block i, microbatch m. The *boundary* holds the activations between two
+blocks, or their cotangents in the backward pass; its leading axis is [M]. `inputs` holds the input of each block and
+the output of the last. Its leading axis is [(L + 1) * M], because libtpu slices host arrays along one axis only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Consume = Callable[[Carry, Any, Tree, Tree], Carry]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackPasses:
-    """The passes over one batch; every method is pure."""
+    """Forward and backward passes over one batch; every method is pure."""
 
     stack: LayerStack
     frozen_outer: Tree
@@ -56,7 +56,7 @@ class StackPasses:
     batches: Tree
     """The batch, every leaf with a leading axis of length M."""
     loss_weights: Any
-    """Weight of each microbatch in the loss, [M]; they add up to one."""
+    """Weight of each microbatch in the loss, [M]; the weights add up to 1."""
     num_layers: int
     """Number of layers, L."""
     inputs_space: Any
@@ -70,17 +70,18 @@ class StackPasses:
         return read(self.batches, m)
 
     def forward(self, outer: Tree, layers: Tree, after: Tree) -> tuple[Tree, Tree, Tree]:
-        """Run `first` and all blocks; return their inputs, the boundary after the last block, and the stacked leaves.
+        """Run `first` and all blocks; return `inputs`, the boundary after the last block, and the stacked leaves.
 
-        `outer` holds the trainable leaves that `first` reads; `layers` may be on the host. `after` is computed before.
+        `outer` holds the trainable leaves that `first` reads, and is fetched after `after` is computed. `layers` holds
+        the trainable stacked leaves, which may be on the host.
         """
         warn_of_tall_tiles(leaves_with_paths(self.frozen_layers))
         outer_on_device = fetch(combine(outer, self.frozen_outer), after)
         h = jax.eval_shape(self.stack.first, outer_on_device, self.batch(0))
         inputs = zero_buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
-        # With one microbatch the boundary is on the device, and a block's input is written when the block starts. With
-        # several, the boundary is on the host. XLA would route a copy from host to host through the device. So a
-        # block's output is written instead, as the input of the next block.
+        # With one microbatch the boundary is on the device, and a block's input is written to `inputs` when the block
+        # starts. With several, the boundary is in the memory of `inputs`, by default on the host. XLA would route a
+        # copy from the boundary to `inputs` through the device. So a block's output is written to both of them.
         is_single = self.num_microbatches == 1
         boundary = zero_buffer(h, (self.num_microbatches,), DEVICE if is_single else self.inputs_space)
 
@@ -115,8 +116,8 @@ class StackPasses:
     def last(self, outer: Tree, boundary: Tree) -> tuple[Any, Tree, Tree, Tree]:
         """Run `last` forward and backward on the boundary after the last block.
 
-        `outer` holds the trainable leaves that `last` reads. Returns the loss, the metrics, the gradients of `outer`,
-        and the boundary of cotangents for the last block.
+        `outer` holds the trainable outer leaves that `last` reads. Return the loss, the metrics, the gradients of
+        `outer`, and the boundary with the cotangents of the last block's output.
         """
         trained, frozen = fetch((outer, self.frozen_outer), boundary)
         running_paths = frozenset(
@@ -127,7 +128,7 @@ class StackPasses:
         )
 
         def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
-            """Compute the loss, metrics, gradients (running totals for `running_paths`), and the cotangent of h."""
+            """Compute the loss, metrics, gradients (for `running_paths` the new totals), and the cotangent of h."""
 
             def loss_fn(trained: Tree, h: Tree) -> tuple[Any, Tree]:
                 outer = _with_totals(combine(trained, frozen), running_paths, totals, self._is_active(m))
@@ -145,7 +146,7 @@ class StackPasses:
             loss, metrics, grads, dh = grads_of(m, read(boundary, m), totals)
 
             def contribution(value: Any) -> Any:
-                # Zero at weight 0, also if the value is 0/0, as in a mean of no tokens.
+                # A microbatch of weight 0 adds 0, even if its value is NaN, as in a mean over no tokens.
                 return value if value.dtype == jax.dtypes.float0 else if_active(self._is_active(m), value)
 
             values = jax.tree.map(
@@ -172,8 +173,8 @@ class StackPasses:
     ) -> tuple[Carry, Tree]:
         """Run all blocks backward, and pass the gradients of each to `consume`; return the carry and the boundary.
 
-        `layers` reads the trainable stacked leaves out of `carry`, which `consume` may overwrite. `boundary` holds
-        cotangents of the last block's output. `after` is a zero of `zero_after`.
+        `layers` is a function that returns the trainable stacked leaves in a carry; `consume` may overwrite them.
+        `boundary` holds the cotangents of the last block's output. `after` is a zero from `zero_after`.
         """
 
         def body(k: Any, state: Carry) -> Carry:
@@ -195,7 +196,7 @@ class StackPasses:
         return jax.lax.fori_loop(0, self.num_layers, body, (carry, boundary))
 
     def first(self, outer: Tree, boundary: Tree) -> Tree:
-        """Compute gradients of the outer leaves that `first` reads, from the boundary that `backward` returns."""
+        """Compute the gradients of `outer`, the leaves that `first` reads, from the boundary after `backward`."""
         outer_on_device, frozen = fetch((outer, self.frozen_outer), boundary)
 
         def grads_of(m: Any, carry: Carry) -> tuple[Tree, Carry]:
@@ -230,13 +231,13 @@ class StackPasses:
                 raise StructureError(problem, got=got, hint=_RUNNING_HINT)
 
     def _is_active(self, m: Any) -> Any:
-        """Return whether a microbatch has a weight; None if it is the only one."""
+        """Return whether a microbatch has a weight other than 0; None if it is the only microbatch."""
         return None if self.num_microbatches == 1 else self.loss_weights[m] != 0
 
     def _sum_gradients(
         self, grads_of: Callable[[Any, Carry], tuple[Tree, Carry]], like: Tree, carry: Carry
     ) -> tuple[Tree, Carry]:
-        """Add up the gradients of all microbatches; with several, in float32 or wider."""
+        """Add up the gradients of all microbatches; with several, in float32 or wider, then cast like `like`."""
         if self.num_microbatches == 1:
             return grads_of(0, carry)
 
@@ -274,7 +275,7 @@ def _num_uses(jaxpr: Any, var: Any) -> int:
 def _write_back(layers: Tree, layer: Tree, i: Any) -> Tree:
     """Return the stacked leaves, with layer i of those on the device written back unchanged.
 
-    If a loop only reads a float32 stack, XLA first copies all layers to the dtype of its products.
+    If a loop only reads a float32 stack, XLA first makes a copy of all layers in the dtype of the products.
     """
     return jax.tree.map(
         lambda leaf, entry: write(leaf, entry, i) if memory_space(leaf) == DEVICE and entry.ndim > 1 else leaf,
@@ -284,7 +285,7 @@ def _write_back(layers: Tree, layer: Tree, i: Any) -> Tree:
 
 
 def _with_totals(outer: Tree, running_paths: frozenset[str], totals: Tree, active: Any) -> Tree:
-    """Replace the leaves at `running_paths` by nodes that carry the gradient so far."""
+    """Replace the leaves at `running_paths` by `RunningGradient` nodes with the gradients so far."""
     totals_by_path = dict(leaves_with_paths(totals))
 
     def node(path: str, leaf: Any) -> Any:
@@ -294,7 +295,7 @@ def _with_totals(outer: Tree, running_paths: frozenset[str], totals: Tree, activ
 
 
 def _read_cotangents(boundary: Tree, m: Any) -> Tree:
-    """Read cotangents of a block's output; those of integers and masks are float0, which has no bytes."""
+    """Read a microbatch's cotangents; those of integers and booleans are zeros of dtype float0, without bytes."""
 
     def read_leaf(leaf: Any) -> Any:
         is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -22,7 +22,7 @@ from ...jaxprs import Kind, bodies, equations, is_closed, kind_of, make_jaxpr, o
 
 
 def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
-    """Raise for calls that JAX cannot lower on a mesh with automatic axes; JAX's error has no source line."""
+    """Raise for calls that JAX cannot lower on a mesh with automatic axes; JAX's own error has no source line."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
 
@@ -89,7 +89,7 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
 
 
 def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | None:
-    """Translate JAX's error about a `shard_map` or a collective in a function of the stack; None if not recognised.
+    """Translate JAX's error about a `shard_map` or a collective in a function of the stack; return None for others.
 
     JAX's messages are recognised by their wording in 0.10.2 and 0.12.0.
     """
@@ -138,7 +138,7 @@ def _spec_error(axis: str, location: str, got: str) -> StructureError:
 
 
 def _with_source_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:
-    """Yield all operations with their source lines; one without a line gets that of the enclosing operation."""
+    """Yield all operations with their source lines; if one has none, with the line of the enclosing operation."""
     for eqn, enclosing_line in walk(jaxpr, "", lambda eqn, _, enclosing_line: source_line(eqn) or enclosing_line):
         yield eqn, source_line(eqn) or enclosing_line
 
@@ -152,18 +152,18 @@ def _collective_axes(eqn: Any) -> tuple[Any, ...]:
 
 
 # In XLA's CPU client, all devices of a program take part in a collective permute, and the client cannot tell the
-# permutes of a `shard_map` apart. If a rank's block sends along another axis, it can receive data that another rank
+# permutes of a `shard_map` apart. If a block sends along another axis, its rank can receive data that another rank
 # sends in the same tick (jaxlib 0.10.2 to 0.12.0). A gather involves only the devices of one group. TPUs and GPUs send
 # from device to device, so their programs keep permutes. Known inefficiency: a CPU device holds the data that all
 # devices of its group send.
 
 
 def without_permutes(jaxpr: Any, axis: str, shard_map_params: Any = None) -> Any:
-    """Replace each permutation by an operation that is a gather on a CPU and a permutation on other platforms.
+    """Replace permutations in a `shard_map` by operations that are gathers on CPUs and permutations elsewhere.
 
-    The jaxpr, open or closed, is traced inside the pipeline's `shard_map`. Permutations along the pipeline's `axis` and
-    outside of any `shard_map` in the stage stay. `shard_map_params` belong to the innermost `shard_map` around the
-    jaxpr in a stage. Returns the same object if there is nothing to replace.
+    The jaxpr, open or closed, is traced inside the pipeline's `shard_map`. A permutation along the pipeline's `axis`,
+    or one that is in no `shard_map` of the stage, stays. `shard_map_params` belong to the innermost `shard_map` around
+    the jaxpr in a stage, or are None. Returns the same object if there is nothing to replace.
     """
     if is_closed(jaxpr) and opened(jaxpr) is not jaxpr:  # in versions where a closed jaxpr is a separate class
         inner = without_permutes(jaxpr.jaxpr, axis, shard_map_params)
@@ -220,7 +220,7 @@ def _gather_operations(eqn: Any, shard_map_params: Any) -> list[Any]:
 
 
 def _inline(closed: Any, eqn: Any) -> list[Any]:
-    """Return the operations of a jaxpr with one input and output, renamed to the variables of an operation."""
+    """Return the operations of a jaxpr with one input and output, which are renamed to the variables of `eqn`."""
     inner = opened(closed)
     assert not inner.constvars, "the jaxpr has no constants"
     names = {inner.invars[0]: eqn.invars[0], inner.outvars[0]: eqn.outvars[0]}

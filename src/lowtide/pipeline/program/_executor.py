@@ -1,8 +1,9 @@
-"""The SPMD program of a pipeline: loss and gradients, with memory that does not grow with the number of microbatches.
+"""The SPMD program of a pipeline: it computes the loss and its gradients in the order of a schedule.
 
 The program is a `shard_map` over one axis of a mesh. Every rank runs a table of ticks; a tick has at most an input, a
-weight and a forward pass. Between passes only the values that the split keeps exist, in as many slots as the schedule
-needs at a time. Gradients are added to one total for each weight.
+weight and a forward pass. Between passes, only the values that the split saves exist, in as many slots as the schedule
+needs at a time. So memory does not grow with the number of microbatches, unless the schedule keeps all of them.
+Gradients are added to one total for each weight.
 
 Legend: R ranks, V stages per rank, K layers of the longest stage, M microbatches, T ticks.
 """
@@ -58,17 +59,17 @@ from ._layout import Layout
 # only the stages, never the ticks (JAX issue 40823). No pass communicates along the pipeline's axis.
 #
 # The last function runs forward and backward in the input pass of the last stage, so logits are never kept. Losses are
-# summed as they are computed.
+# added to a sum as they are computed.
 #
 # Known inefficiency: if only products read a float32 activation, a TPU keeps a bfloat16 copy of the whole buffer while
 # a pass runs. Activations in bfloat16, the compute dtype of decoders, have no such copy.
 
 State = dict[str, Any]
 Arrivals = dict[str, list[Any]]
-"""Arriving values, by the table column that holds their slot."""
+"""Values that arrive, by the table column that holds their slot."""
 FROM_HERE = "from_here"
 _NO_RESIDUALS = 0.5
-"""Share of a forward pass's residuals; no schedule meets a limit below it."""
+"""Lowest memory limit to try, as a share of a forward pass's residuals; every schedule needs more."""
 _NUM_FITTING = 4
 """Number of schedules within a memory limit among which the fastest is chosen. A lower limit does not always give a
 slower schedule."""
@@ -76,7 +77,7 @@ slower schedule."""
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The program of one rank for given shapes."""
+    """The program that every rank runs, for given shapes."""
 
     stack: LayerStack
     schedule: Schedule
@@ -89,7 +90,7 @@ class Program:
     batch: Tree
     """Shapes of one microbatch."""
     memory_limit: int | None
-    """Limit in bytes of the values between passes, over all devices of a rank, if the schedule has no limit."""
+    """Limit in bytes of the values between passes, for all shards of a microbatch; None: the schedule's limit."""
     remat: bool | Callable[..., bool]
     inputs_on_host: bool
     """Whether the input of each block is kept in host memory until the backward pass."""
@@ -116,7 +117,7 @@ class Program:
         return lax.psum((state["loss"], state["metrics"]), self.axis)
 
     def resident_arrays(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> ResidentArrays:
-        """Return the arrays that `gradients` holds from its first tick to its last; arguments as in `gradients`."""
+        """Return the arrays that `gradients` holds from its first tick to its last; the arguments are the same."""
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = run.begin()
         buffer_names = dict.fromkeys(
@@ -188,11 +189,11 @@ class Program:
         return lax.scan(body, self.shard_rows(h), (layers, jnp.arange(self.layout.longest)))[0]
 
     def remove_permutes(self, jaxpr: Any) -> Any:
-        """Return a jaxpr whose collectives do not involve other ranks."""
+        """Return the jaxpr; on CPUs, without permutations that would involve other ranks (`without_permutes`)."""
         return without_permutes(jaxpr, self.axis) if self.platform == "cpu" else jaxpr
 
     def run_without_permutes(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of trees of arrays whose collectives do not involve other ranks."""
+        """Return a function of trees of arrays with the jaxpr that `remove_permutes` returns."""
 
         def run(*args: Any) -> Any:
             closed, shapes = make_jaxpr(fn)(*args)
@@ -204,7 +205,7 @@ class Program:
         return run if self.platform == "cpu" else fn
 
     def shard_rows(self, tree: Tree) -> Tree:
-        """Shard the rows of arrays; otherwise XLA may gather them and shard them along the axes of weights."""
+        """Shard the rows of arrays; otherwise XLA may gather the rows and shard the arrays like weights instead."""
         num_parts = math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in self.batch_axes)
 
         def shard(leaf: Any) -> Any:
@@ -225,11 +226,11 @@ class ResidentArrays(NamedTuple):
     """Arrays that a rank holds throughout the program."""
 
     buffers: dict[str, tuple[tuple[int, ...], Any]]
-    """Shape and dtype of each buffer for values between passes."""
+    """Shape and dtype of each buffer for values between passes, by name."""
     messages: list[tuple[tuple[int, ...], Any]]
     """Shapes and dtypes of the message buffers."""
     hoisted: list[tuple[tuple[int, ...], Any]]
-    """Shapes and dtypes of the values that are computed from weights once."""
+    """Shapes and dtypes of the values that are computed from weights once for all microbatches."""
     used: dict[str, tuple[int, ...]]
     """Number of slots of each buffer that each rank uses."""
     schedule: Schedule
@@ -241,7 +242,7 @@ class ResidentArrays(NamedTuple):
 
 
 class _Forward:
-    """One run of the forward passes, which keeps no residuals; `tick` is the body of its loop."""
+    """One run of the forward passes, which keeps no residuals. The method `tick` is the body of the program's loop."""
 
     def __init__(self, program: Program, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> None:
         self.program, self.microbatches, self.loss_weights = program, microbatches, loss_weights
@@ -287,8 +288,8 @@ class _Forward:
             cells.setdefault(kind, {})[column] = entry
         cotangents = self._exchange("I", state) if "I" in state else {}
         state = self._run(self._forward, _after(cotangents, state, "F"), cells["F"])
-        # The barrier ties the end of the transfer to the end of the pass. Without it a TPU's compiler starts and
-        # finishes the transfer at once, so it overlaps with nothing (v5p, `tests/pipeline/test_executor_bytes.py`).
+        # The barrier ties the end of the transfer to the end of the pass. Without it, a TPU's compiler starts and
+        # finishes the transfer at once, without overlap (v5p, `tests/pipeline/test_executor_bytes.py`).
         state["F"], cotangents = lax.optimization_barrier((state["F"], cotangents))
         activations = self._exchange("F", state)
         state = self._store_messages(state, cells["I"], cotangents)
@@ -349,7 +350,7 @@ class _Forward:
         return {**state, "loss": add(state["loss"], loss), "metrics": jax.tree.map(add, state["metrics"], metrics)}
 
     def _exchange(self, kind: str, state: State) -> Arrivals:
-        """Exchange the last results of a kind of pass with the neighbours; results for this rank stay."""
+        """Send the last results of a kind of pass to the neighbours; return those that arrive, also from this rank."""
         num_ranks = self.program.schedule.num_ranks
         arrivals: Arrivals = {}
         for name, offset in (("from_left", 1), ("from_right", -1), (FROM_HERE, 0)):
@@ -373,7 +374,7 @@ class _Forward:
 
 
 class _Run(_Forward):
-    """One run with backward passes."""
+    """One run with forward and backward passes."""
 
     def _tables(self) -> Tables:
         splits = self.program.splits(self.shapes.h)
@@ -397,8 +398,8 @@ class _Run(_Forward):
         """Choose the schedule for the stages' costs, such that all values between passes fit into the memory limit.
 
         A schedule counts only residuals. Messages, cotangents of the running pass and slots that only the fullest rank
-        uses come on top. So schedules are made for decreasing limits until all of these fit into the limit in bytes.
-        The first few that fit are simulated, and the fastest is chosen. Raises `ScheduleError` when none is found.
+        uses come in addition. So schedules are made for decreasing limits until all of these fit into the limit in
+        bytes. The fastest of the first few that fit is chosen. Raises `ScheduleError` when none fits.
         """
         saved_values = [residual.waiting for part in self.parts.values() for residual in part.residuals]
         lengths, limit = self.program.layout.layers_per_stage, self.program.memory_limit
@@ -435,7 +436,7 @@ class _Run(_Forward):
                 (threshold for threshold in order_changing_limits if next_limit < threshold < limit_units), next_limit
             )
         for limit_units in () if fitting else (chunks, order_changing_limits[1]):
-            try_limit(limit_units)  # stages without residuals try only these; a schedule exists for R microbatches
+            try_limit(limit_units)  # limits of 1 and R microbatches; stages without residuals try only these
         if fitting:
             return min(fitting, key=lambda entry: entry[:2])[2:]
         raise ScheduleError(
@@ -476,7 +477,7 @@ class _Run(_Forward):
         )
 
     def _stage_bytes(self) -> list[int]:
-        """Return the bytes that passes of a stage save for one microbatch: F for I, F for W, and I for W.
+        """Return the bytes that passes of a stage save for one microbatch: by F for I, by F for W, and by I for W.
 
         Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
         """
@@ -528,7 +529,7 @@ class _Run(_Forward):
         outer, hoisted = self.outer, self.hoisted
         loss_weight, is_last = at(self.loss_weights, cell["microbatch"]), cell["is_last"] == 1
         message = self._message(state, cell)  # in the last stage: activations of its forward pass
-        # The message of the last stage is no cotangent: its cotangent starts at zero, and `_last` computes it.
+        # The message of the last stage is no cotangent. Its cotangent starts at zero, and `_last` computes it.
         dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), message)
 
         def last(carry: tuple[Tree, State], arguments: tuple[Tree, Any, Tree]) -> tuple[Tree, State]:
@@ -569,7 +570,7 @@ class _Run(_Forward):
         return {**state, "buffers": _run_if(cell["is_first"] == 1, first, buffers, (cell, batch))}
 
     def _stage(self, cell: State) -> tuple[Tree, tuple[Any, ...]]:
-        """Return the weights of the tick's stage, and the hoisted values that were computed from them."""
+        """Return the weights of a stage, and the hoisted values that were computed from them."""
         chunk, num_chunks = cell["chunk"], self.program.schedule.stages_per_rank
         hoisted: list[Any] = []
         for stacked, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.hoisted, strict=True):
@@ -582,22 +583,22 @@ def _zero_total(leaf: Any) -> Any:
     """Make a zero gradient total that is sharded like the weight.
 
     The zeros are selected from the weight by a condition that the compiler cannot evaluate. Without this dependence the
-    compiler has no sharding to infer, and every device would hold the whole total.
+    compiler could not infer a sharding, and every device would hold the whole total.
     """
     never = lax.optimization_barrier(jnp.zeros((), bool))
     return jnp.where(never, leaf, jnp.zeros_like(leaf)).astype(total_dtype(leaf.dtype))
 
 
 def total_dtype(dtype: Any) -> Any:
-    """Return the dtype of a gradient total, at least float32; JAX promotes no 8-bit or smaller floats implicitly."""
+    """Return the dtype of a gradient total, at least float32; JAX promotes no floats of 8 or fewer bits implicitly."""
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
 
 
 def _run_if(flag: Any, run: Callable[[Any, Any], Any], state: Any, operands: Any) -> Any:
-    """Call ``run(state, operands)`` in place if the flag is set; `operands` are all inputs that differ from run to run.
+    """Return ``run(state, operands)`` if the flag is set, otherwise `state`; the state is changed in place.
 
-    A barrier ties the operands to the loop. Otherwise XLA moves loop-invariant computation out of the loop and runs it
-    even if the loop runs zero times.
+    All inputs that differ from run to run must be in `operands`. A barrier ties the operands to the loop. Otherwise XLA
+    moves loop-invariant computation out of the loop and runs it even if the loop runs zero times.
     """
 
     def body(i: Any, state: Any) -> Any:
@@ -607,7 +608,7 @@ def _run_if(flag: Any, run: Callable[[Any, Any], Any], state: Any, operands: Any
 
 
 def _after(arrivals: Arrivals, state: State, name: str) -> State:
-    """On CPUs, make a pass start after its messages have arrived, through the results that the pass overwrites.
+    """On CPUs, start a pass after the messages arrive: `state[name]`, which the pass overwrites, depends on them.
 
     A CPU device starts any operation whose arguments are ready, and barriers are removed before execution. Devices that
     share a stage could then deadlock: one waits in a collective of a pass for others, which wait for it in a transfer.
@@ -627,7 +628,7 @@ def _after(arrivals: Arrivals, state: State, name: str) -> State:
 
 
 def _false_like(leaf: Any) -> Any:
-    """Return an array of False that the compiler cannot simplify."""
+    """Return an array of False that the compiler cannot simplify to a constant."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.isnan(leaf) & (leaf == leaf)
     if is_key(leaf):
@@ -635,9 +636,8 @@ def _false_like(leaf: Any) -> Any:
     return (leaf.astype(jnp.int32) & 1) == 2
 
 
-# Passes on buffers. Between the ticks of a program, values between passes are in buffers, where a loop over layers
-# writes and reads its rows directly. So a residual is never in memory twice. Values of one shape that a pass saves
-# share a buffer.
+# Passes on buffers. Between the ticks of a program, saved values are in buffers. A loop over layers reads and writes
+# their rows directly, so a residual is never in memory twice. Values of one shape that a pass saves share a buffer.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -648,14 +648,14 @@ class _Residual:
     producer: Pass
     last_reader: Pass
     num_rows: int
-    """Number of rows that a loop writes one by one; 1 for a value that is written whole."""
+    """Number of rows that a loop writes one by one; 1 for a value that is written as a whole."""
     is_on_host: bool
     waiting: Waiting
-    """Its slots, in a buffer that it shares with all values of this shape that the pass saves."""
+    """Table column of its slots, and the buffer that it shares with all values of this shape that the pass saves."""
 
 
 class _InPlacePasses:
-    """The passes of one part of the model. `totals` are the buffers to which the gradients of its weights are added."""
+    """The passes of one part of the model; `totals` are the names of the buffers for its gradient totals."""
 
     def __init__(self, name: str, split: TracedSplit, totals: Sequence[str]) -> None:
         self.split, self.totals = split, totals
@@ -724,12 +724,12 @@ def _residual(split: TracedSplit, value: Value, producer: Pass, last_reader: Pas
 
 
 def _empty_buffer(residual: _Residual, num_slots: int) -> Any:
-    """Make a buffer with `num_slots` slots in the memory space of its residual."""
+    """Make a buffer with `num_slots` slots in the memory of its residual, device or host."""
     shape = residual.value.struct.shape
     dims = (num_slots * residual.num_rows, *shape[1:]) if "rows/" in residual.waiting.buffer else (num_slots, *shape)
     if not residual.is_on_host:
         return jnp.zeros(dims, residual.value.struct.dtype)
-    # The buffer is made row by row, so it is never whole on the device.
+    # The buffer is made row by row, so it is never on the device as a whole.
     row = jnp.zeros(dims[1:], residual.value.struct.dtype)
     return lax.scan(lambda _, __: (None, jax.device_put(row, jax.memory.Space.Host)), None, length=dims[0])[1]
 
@@ -746,10 +746,10 @@ _INPUT_NAME = f"{INTERNAL_PREFIX}block_input"
 
 
 def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_host: bool) -> _Block:
-    """Make a block that recomputes in its backward pass, as `remat` selects (see `LayerStack.hidden`).
+    """Return a block that recomputes in its backward pass what `remat` selects (see `LayerStack.hidden`).
 
-    Raises while tracing: `StructureError` if no part of the input can be kept on the host, `PlacementError` for a GPU
-    whose XLA reads host memory in the wrong order.
+    Tracing the block raises `StructureError` if no part of its input can be kept on the host. It raises
+    `PlacementError` for a GPU whose XLA reads host memory in the wrong order.
     """
     if remat is False:
         return block
@@ -786,5 +786,5 @@ def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_h
 
 
 def _can_wait_on_host(leaf: Any) -> bool:
-    """Return whether a leaf has floating-point rows; a TPU cannot slice a half-precision vector from host memory."""
+    """Return whether a leaf is floating-point with two axes or more; a TPU cannot slice half-precision host vectors."""
     return leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)

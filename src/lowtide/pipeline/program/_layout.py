@@ -1,8 +1,8 @@
 """Layout of the layers of a stack: which rank holds which layers, and in which order.
 
 Stages are contiguous runs of layers. A rank holds the layers of its stages in turn, and each stage is padded to the
-length of the longest. Leaves have shape [R * V * K, ...] and are sharded over the ranks along their first axis. A
-padding row is a copy of a layer of the model, and its results are discarded.
+length of the longest. Leaves have shape [R * V * K, ...] and are sharded over the ranks along their first axis, whose
+entries are called rows. A padding row is a copy of a layer of the model, and its results are discarded.
 
 Legend: R ranks, V stages per rank, K layers of the longest stage, L layers.
 """
@@ -80,7 +80,7 @@ class Layout:
         return self._take(layers, self.rows(), mesh, axis)
 
     def restore(self, rows: Tree, mesh: Any, axis: str) -> Tree:
-        """Undo `arrange` and drop the padding."""
+        """Return the rows of layers in the order of the model: undo `arrange` and drop the padding."""
         return self._take(rows, self.positions(), mesh, axis)
 
     def clear_padding(self, rows: Tree) -> Tree:
@@ -111,7 +111,7 @@ class Layout:
 
 
 def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] | None) -> Layout:
-    """Divide layers into stages, as given or as evenly as possible; `ConfigError` if the numbers do not match."""
+    """Divide layers into stages, as evenly as possible by default; raise `ConfigError` if the numbers do not match."""
     if not num_layers:
         raise ConfigError("the pipeline has no layers", hint="call first and last without a pipeline")
     if layers_per_stage is None:

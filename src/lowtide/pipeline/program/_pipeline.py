@@ -74,32 +74,33 @@ def value_and_grad(
     Args:
         stack: the model as `first`, `block`, `last`. Every function receives the microbatch, so its masks and positions
             reach every stage. An auxiliary loss of the blocks is a leaf of `h` that `last` adds.
-        schedule: order of the passes; its ranks are the devices along `axis`. An ``"auto"`` schedule that was made
-            without costs is made again for the costs of the stack: FLOPs of its passes, and bytes kept between them.
-        mesh: the devices, as from `lowtide.train.make_mesh`. Its other axes have to be automatic (`AxisType.Auto`);
-            along them arrays keep the shardings that they have.
+        schedule: order of the passes; its ranks are the devices along `axis`. An ``"auto"`` schedule without costs is
+            made again for the costs of the stack: FLOPs of its passes, and bytes kept between them.
+        mesh: the devices, as from `lowtide.train.make_mesh`. Its other axes have to be automatic (`AxisType.Auto`).
+            Arrays keep their shardings along these axes.
         axis: name of the pipeline's axis. A `lowtide.Trainer` requires the name ``stage``.
         wrt: selects the leaves of ``{"outer": ..., "layers": ...}`` that have gradients.
-        weight: function of a microbatch that returns its weight, as in `lowtide.accumulate`. With the number of target
-            tokens as weight, the loss is that of the whole batch. Microbatches of weight 0 are not computed.
+        weight: function of a microbatch that returns its weight, as in `lowtide.accumulate`; None: equal weights. With
+            the number of target tokens as weight, the loss is that of the whole batch. Microbatches of weight 0 are not
+            computed.
         remat: as in `lowtide.LayerStack.hidden`.
-        layers_per_stage: number of layers of every stage; by default as even as possible.
+        layers_per_stage: number of layers of every stage; None distributes them as evenly as possible.
         arranged: whether layers and their gradients are in the order of `Pipeline.arrange`, so that no layer moves
-            between ranks. It helps if a rank has several stages or if stages are uneven. Uneven stages then require
+            between ranks. This helps if a rank has several stages or if stages are uneven. Uneven stages then require
             `layers_per_stage`.
-        batch_axes: other axes along which the rows of every microbatch are sharded; by default ``expert``, ``data`` and
-            ``fsdp``, where the mesh has them.
-        memory_limit: for an ``"auto"`` schedule without costs and limit: the most that is kept between passes on each
-            device, in bytes or as text (``"4 GiB"``). It counts messages and values between passes, in every slot that
-            the fullest rank needs. The default is the residuals of ``2 * num_ranks - 1`` microbatches; messages, and
-            values between an input pass and the weight pass right after it, come on top. A `lowtide.Trainer` chooses by
-            the free memory of its device.
-        inputs: where the input of each block is kept until the backward pass, if blocks are recomputed: ``"device"`` or
-            ``"host"``. Scalars, vectors, integers and random keys of `h` stay on the device.
+        batch_axes: other axes of the mesh along which the rows of every microbatch are sharded. None: ``expert``,
+            ``data`` and ``fsdp``, as far as the mesh has them.
+        memory_limit: most memory between passes on each device, in bytes or as text (``"4 GiB"``), for an ``"auto"``
+            schedule without costs and limit. It counts messages and saved values, in every slot that the fullest rank
+            needs. None: the residuals of ``2 * num_ranks - 1`` microbatches, plus messages and the values between an
+            input pass and a weight pass right after it. A `lowtide.Trainer` chooses the limit by the free memory of its
+            device.
+        inputs: ``"device"`` or ``"host"``, the memory that keeps the input of each recomputed block until the backward
+            pass. Scalars, vectors, integers and random keys of `h` stay on the device.
 
     Returns:
-        The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It computes its
-            gradients itself; JAX cannot differentiate it.
+        The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. JAX cannot
+            differentiate it in reverse mode, because it computes its own gradients.
 
     Raises:
         ConfigError: for an argument of the wrong type; an axis that the mesh does not have, explicit axes, or a sharded
@@ -172,28 +173,27 @@ class Pipeline:
     wrt: Selector
     """Selects the leaves that have gradients."""
     weight: Callable[[Tree], Any] | None
-    """Weight of a microbatch."""
+    """Weight of a microbatch; None: equal weights."""
     remat: bool | Callable[..., bool]
-    """Recomputation policy."""
+    """Recomputation of blocks, as in `LayerStack.hidden`."""
     layers_per_stage: Sequence[int] | None
-    """Number of layers of every stage, or None."""
+    """Number of layers of every stage; None distributes them as evenly as possible."""
     arranged: bool
     """Whether layers are in the order of ranks."""
     batch_axes: tuple[str, ...]
     """Axes along which the rows of microbatches are sharded."""
     memory_limit: int | None = None
-    """Most bytes that are kept between passes on each device."""
+    """Most bytes that are kept between passes on each device; None leaves the limit to the schedule."""
     inputs: str = "device"
     """Memory that keeps the input of each block: ``device`` or ``host``."""
 
     def within(self, memory_limit: int) -> Pipeline:
         """Return the pipeline with another limit, in bytes, of the memory that is kept between passes on each device.
 
-        The placement of stages does not change, so layers that are arranged for one pipeline are arranged for the
-        other.
+        The placement of stages does not change, so arranged layers fit both pipelines.
 
         Raises:
-            ConfigError: for a limit of 0, or a schedule that is already made.
+            ConfigError: for a limit of 0, or a schedule other than ``"auto"`` without costs and limit.
         """
         _refuse_unused_limit(self.schedule, memory_limit)
         return dataclasses.replace(self, memory_limit=memory_limit)
@@ -203,23 +203,23 @@ class Pipeline:
 
         Args:
             outer: parameters outside the stack.
-            layers: stacked parameters [num_layers, ...]; with `arranged`, in the order of `arrange`.
-            batch: leaves whose leading axis splits into the schedule's microbatches. The index of the microbatch is
-                folded into a scalar random key.
+            layers: stacked parameters [num_layers, ...]; with `arranged`, the result of `arrange`.
+            batch: leaves whose leading axis splits into the schedule's microbatches. A scalar random key is allowed:
+                each microbatch gets the key with its index folded in.
 
         Returns:
             ``(loss, metrics), (outer_grads, layer_grads)``. Loss and metrics are weighted means over microbatches, in
-            float32. Gradients have the dtypes of the parameters; leaves that `wrt` does not select have None, and
-            padding has zero.
+            float32. Gradients have the dtypes of the parameters. Leaves that `wrt` does not select have None instead.
+            Gradients of padding rows are zero.
 
         Raises:
-            ConfigError: for `layers_per_stage` that do not match the model.
+            ConfigError: for a model without layers, or `layers_per_stage` that do not match the model.
             PlacementError: for ``inputs="host"`` on a GPU whose XLA reads host memory in the wrong order.
             ScheduleError: when no schedule stays within `memory_limit`.
             SelectionError: when `wrt` selects nothing, or a leaf that has no gradient.
-            StructureError: for leaves that are not arrays; when the batch does not split into microbatches or along
-                `batch_axes`; when a function of the stack returns a wrong result, or nothing that `inputs` could move,
-                or has a collective along the pipeline's axis.
+            StructureError: for leaves that are not arrays; for a batch that does not split into microbatches or along
+                `batch_axes`; for a function of the stack with a wrong result or a collective along the pipeline's axis;
+                for ``inputs="host"`` if no leaf of `h` can be kept on the host.
         """
         layer_layout, trainable, frozen = self._prepare(outer, layers)
         check_differentiable(trainable)
@@ -240,9 +240,9 @@ class Pipeline:
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
         """Compute ``(loss, metrics)`` without a backward pass; arguments and errors are those of a call.
 
-        A batch may have any number of rows. Microbatches have the size that the schedule's number of microbatches
-        requires, rounded up. Rows that remain form one more, smaller microbatch. It counts by `weight`, or by its rows
-        without `weight`.
+        A batch may have any number of rows. The rows of a microbatch are the batch's rows divided by the schedule's
+        number of microbatches, rounded up. Rows that remain form one more, smaller microbatch. Its mean is weighted by
+        `weight`, or by its number of rows without `weight`.
         """
         arrays = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
         _refuse_different_rows(batch)
@@ -264,7 +264,7 @@ class Pipeline:
     def _evaluate_rows(
         self, prepared: tuple[Layout, Tree, Tree], batch: Tree, rows: slice, num_microbatches: int, first_index: int
     ) -> tuple[tuple[Any, Tree], Any]:
-        """Compute loss and metrics of some rows, and their weight; keys of microbatches count from `first_index`."""
+        """Compute loss, metrics and weight of some rows of a batch; indices for random keys start at `first_index`."""
         layer_layout, trainable, frozen = prepared
         batch = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, batch)
         batches, weights = self._microbatches(batch, num_microbatches, first_index)
@@ -281,12 +281,12 @@ class Pipeline:
             outer: as in a call; arrays or shapes.
             layers: as in a call; arrays or shapes.
             batch: as in a call; arrays or shapes.
-            memory: report of the compiled program, or of a program that contains it (`lowtide.memory.analyze`). It adds
-                the total of the device.
+            memory: report of the compiled program, or of a program that contains it (`lowtide.memory.analyze`). With
+                it, the result also has the total of the device.
 
         Returns:
             The report, which `rich` prints as tables: bytes of every rank, FLOPs of F, I and W, and the operations that
-                were not split, whose work for weight gradients runs in I. Errors are those of a call.
+                were not split. The input pass computes the weight gradients of these. Errors are those of a call.
 
         Examples:
             >>> from lowtide.pipeline import schedule
@@ -309,7 +309,7 @@ class Pipeline:
         def run(*arguments: Any) -> None:
             resident_arrays.append(program.resident_arrays(*arguments))
 
-        # Blocks may compute differently for another kind of device, so they are traced for the devices of the mesh.
+        # Trace blocks for the devices of the mesh, because they may compute differently for another kind of device.
         with _trace_for(self.mesh), self._name_available_leaves(outer=outer, batch=batch):
             split = functools.partial(self._microbatches, num_microbatches=self.schedule.num_microbatches)
             batches, loss_weights = jax.eval_shape(split, shapes[2])
@@ -373,7 +373,7 @@ class Pipeline:
         return layer_layout.arrange(layers, self.mesh, self.axis)
 
     def restore(self, rows: Tree, num_layers: int) -> Tree:
-        """Undo `arrange`: leaves [num_layers, ...].
+        """Undo `arrange`; return leaves [num_layers, ...].
 
         Raises:
             StructureError: for rows that do not belong to `num_layers` layers.
@@ -389,7 +389,7 @@ class Pipeline:
                 hint = "remove it, and let the functions of the stack read it as a captured variable"
                 raise StructureError(f"outer/{path} is not an array, but {type(leaf).__name__}", hint=hint)
         rows, lengths = num_layers(layers), self.layers_per_stage if self.arranged else None
-        # Every row of arranged layers is a layer, unless stages are uneven; then `layers_per_stage` is given.
+        # Every row of arranged layers is a layer, unless stages are uneven. Then `layers_per_stage` is required.
         layer_layout = self.layout(rows if lengths is None else sum(lengths))
         if self.arranged:
             _refuse_other_rows(layers, layer_layout)
@@ -418,14 +418,14 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _name_available_leaves(self, **trees: Tree) -> Generator[None]:
-        """Add the available names to the error of a function that does not find a leaf or an axis."""
+        """Add the available names to the error of a function of the stack that does not find a leaf or an axis."""
         try:
             yield
         except KeyError as error:
             for name, tree in trees.items():
                 error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
             raise
-        except AssertionError as error:  # JAX's, for an axis that a typed shard_map does not have
+        except AssertionError as error:  # JAX raises it for an axis that a typed shard_map lacks
             if not error.args and _is_raised_by_jax(error):
                 error.add_note(f"axes of the mesh: {', '.join(map(str, self.mesh.axis_names))}")
             raise
@@ -451,14 +451,14 @@ class Pipeline:
         return jax.jit(mapped)  # outside jit, shard_map rejects automatic axes
 
     def _shard_rows(self, leaf: Any) -> Any:
-        """Shard the rows of all microbatches in the same way."""
-        if self._num_parts == 1 or leaf.shape[1] % self._num_parts:  # the remaining rows of an evaluation
+        """Shard the rows of every microbatch along `batch_axes`."""
+        if self._num_parts == 1 or leaf.shape[1] % self._num_parts:  # the last rows of an evaluation
             return leaf
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.batch_axes))
         return jax.lax.with_sharding_constraint(leaf, sharding)
 
     def _microbatches(self, batch: Tree, num_microbatches: int, first_index: int = 0) -> tuple[Tree, Any]:
-        """Return the microbatches and their weights; keys count from `first_index`."""
+        """Return the microbatches and their weights; the indices for random keys begin with `first_index`."""
 
         def is_scalar_key(leaf: Any) -> bool:
             return is_key(leaf) and leaf.ndim == 0
@@ -474,7 +474,7 @@ class Pipeline:
 
 
 def _refuse_differentiation(results: Tree) -> Tree:
-    """Make the transposition of the results raise; JAX's error would name loops over ticks, unknown to the user."""
+    """Make reverse-mode differentiation of the results raise; JAX's own error is about loops that users do not know."""
 
     @jax.custom_jvp
     def identity(leaf: Any) -> Any:
@@ -522,21 +522,21 @@ def _shape_struct(leaf: Any) -> Any:
 
 
 def _is_raised_by_jax(error: BaseException) -> bool:
-    """Return whether JAX raised the error, not a function that it called; JAX may have removed its frames."""
+    """Return whether JAX raised the error, not a function that JAX called; JAX may have removed its frames."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return frame.f_globals.get("__name__", "").split(".")[0] == "jax" or not line.startswith(("assert", "raise"))
 
 
 def _trace_for(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
-    """Trace code inside the context for this process's devices of a mesh, if it has any."""
+    """Return a context that traces code for this process's first device of the mesh, if there is one."""
     devices = [] if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
     local_devices = [device for device in devices if device.process_index == jax.process_index()]
     return jax.default_device(local_devices[0]) if local_devices else contextlib.nullcontext()
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:
-    """Return the platform of a mesh's devices; for an abstract mesh, as in a trainer's step, that of this process."""
+    """Return the platform of a mesh's devices; an abstract mesh, as in a trainer's step, has that of this process."""
     return jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
 
 

@@ -1,7 +1,7 @@
 """Memory and FLOPs of every rank of a pipeline, computed from shapes alone.
 
-One program runs on all ranks. So each device reserves the memory that the fullest rank needs, and other ranks leave
-some of it empty. Temporaries of a running pass depend on the compiler; `lowtide.memory` reports them.
+One program runs on all ranks. So each device reserves the memory that the fullest rank needs, and other ranks use only
+a part of it. Temporaries of a running pass depend on the compiler; `lowtide.memory` reports them.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class RankBytes:
     layers: tuple[int, ...]
     """The layers of the model in these stages."""
     weight_bytes: int
-    """Outer leaves and layers of the rank, including those without a gradient."""
+    """Bytes of the outer leaves and of the rank's layers, including leaves without a gradient."""
     gradient_bytes: int
-    """Gradient totals, float32 at least."""
+    """Bytes of the gradient totals, which are at least float32."""
     waiting_bytes: int
-    """Slots that the rank uses in device memory, for values between passes and for messages from other stages."""
+    """Bytes of the slots that the rank uses in device memory, for saved values and for messages from other stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """Memory of a device throughout a pipeline's program, and each rank's part of it; made by `Pipeline.report`.
+    """Memory that a pipeline's program reserves on a device, and each rank's use of it; made by `Pipeline.report`.
 
-    Bytes count one device: its shard of arrays that are sharded along other axes of the mesh. If only the compiler
-    shards a value, such as activations along ``tensor``, it counts whole unless a compiled `memory` shows its shard.
+    Bytes count one device: its shard of arrays that are sharded along other axes of the mesh. A value that only the
+    compiler shards, such as activations along ``tensor``, counts whole unless a compiled `memory` shows its shard.
     """
 
     name: str
@@ -57,56 +57,56 @@ class StageReport:
     ranks: tuple[RankBytes, ...]
     """Memory of each rank."""
     weight_bytes: int
-    """Reserved for outer leaves and layers; all stages count as the longest."""
+    """Bytes reserved for outer leaves and layers; every stage counts with the length of the longest."""
     gradient_bytes: int
-    """Reserved for their gradients."""
+    """Bytes reserved for gradient totals."""
     buffers: Mapping[str, int]
-    """Buffers for values between passes, by the pass that writes them, dtype and shape of an entry. Names with
-    ``host/`` are in host memory: block inputs that are kept there, and values that a policy offloads."""
+    """Bytes of the buffers for values between passes. Keys name the pass that writes, and dtype and shape of an entry.
+    Buffers with ``host/`` are in host memory: block inputs kept there, and values that a policy offloads."""
     message_bytes: int
-    """Buffer for messages: activations and cotangents from other stages."""
+    """Bytes of the buffer for messages: activations and cotangents from other stages."""
     hoisted_bytes: int
-    """Values that are computed from weights once for all microbatches: casts, transposes."""
+    """Bytes of values that are computed from weights once for all microbatches: casts, transposes."""
     num_padding_rows: int
-    """Rows of the layers, over all ranks, that pad stages to equal length."""
+    """Number of rows that pad stages to equal length, over all ranks."""
     flops: Mapping[str, PassFlops]
     """FLOPs of the stack's functions in each pass, for one microbatch and all devices of a rank: ``first``, ``blocks``
     (one stage, the longest if uneven) and ``last``, which runs only in I of the last stage."""
     is_split: bool
     """Whether the schedule has separate I and W."""
     time_over_ideal: float
-    """Time in lockstep, with FLOPs as the time of passes, over the time that the busiest rank computes. Simulated;
-    transfers are not counted."""
+    """Simulated time of the schedule in lockstep, divided by the compute time of the busiest rank. FLOPs stand for the
+    time of passes; transfers are not counted."""
     scan_over_ideal: float
     """The same ratio for a differentiated loop over ticks, which keeps the residuals of all microbatches."""
     limit_bytes: int | None = None
-    """Limit of the memory between passes for which the schedule was chosen, if any (`value_and_grad`'s
-    ``memory_limit``)."""
+    """Limit of the memory between passes, for which the schedule was chosen (``memory_limit`` of `value_and_grad`), or
+    None."""
     memory: MemoryReport | None = None
     """Report of the compiled program, if there is one."""
 
     @property
     def waiting_bytes(self) -> int:
-        """Reserved in device memory for values between passes: buffers and messages."""
+        """Bytes reserved in device memory for values between passes: buffers and messages."""
         return sum(self.buffers.values()) - self.host_bytes + self.message_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Size of the buffers in host memory."""
+        """Bytes of the buffers in host memory."""
         return sum(size for name, size in self.buffers.items() if "/host/" in name)
 
     @property
     def held_bytes(self) -> int:
-        """Memory of a device throughout the program, without the batch."""
+        """Bytes that a device holds throughout the program, without the batch."""
         return self.weight_bytes + self.gradient_bytes + self.waiting_bytes + self.hoisted_bytes
 
     @property
     def other_bytes(self) -> int | None:
-        """Remaining memory of the compiled program: batch, optimizer state, code, and temporaries of a running pass."""
+        """Remaining bytes of the compiled program: batch, optimizer state, code, and temporaries of a running pass."""
         return None if self.memory is None else self.memory.device_bytes - self.held_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return plain data for JSON, with the device total of `memory` in its place."""
         plain = dataclasses.asdict(dataclasses.replace(self, memory=None))
         del plain["memory"]
         device = None if self.memory is None else self.memory.device_bytes
@@ -178,8 +178,8 @@ def stage_report(
 ) -> StageReport:
     """Report the memory of a program.
 
-    `trainable` and `frozen` are shapes of ``{"outer": ..., "layers": ...}``, layers arranged. `rows` of a microbatch
-    are sharded into `num_parts`. `num_devices` counts the devices of a rank.
+    `trainable` and `frozen` are shapes of ``{"outer": ..., "layers": ...}``, with arranged layers. `rows` is the number
+    of rows of a microbatch, which are sharded into `num_parts`. `num_devices` counts the devices of a rank.
     """
 
     def sizes(tree: Tree, *, is_gradient: bool = False) -> tuple[int, int]:
@@ -264,7 +264,7 @@ def _describe(operation: Unsplit) -> str:
 
 
 def _has_shard(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, num_parts: int) -> bool:
-    """Return whether a shard of a buffer is in the compiled program; only the compiler knows some shardings."""
+    """Return whether the compiled program has a buffer like one of `num_parts` shards; only XLA knows all shardings."""
     size = math.prod(shape) * dtype.itemsize // num_parts
     return memory is not None and any(
         buffer.num_bytes - buffer.padding_bytes == size

@@ -1,5 +1,7 @@
 """Orders of passes: forward and input passes of the named schedules, and the placement of their weight passes.
 
+F, I, W and B are forward, input, weight and whole backward passes (`Kind`).
+
 Legend: R ranks, V stages per rank (chunks), M microbatches. Stages are placed in a loop (stage s on rank s mod R). With
 two chunks they can be placed in a V: down the ranks and up again, so the last stage is on the rank of the first stage.
 """
@@ -28,9 +30,8 @@ from ._schedule import (
 )
 from ._ticks import Cell, receiving_ranks, spans
 
-# If the pattern of a schedule does not fit M, the order for a larger number is made and the surplus microbatches are
-# removed. Removing microbatches cannot cause a deadlock: the remaining passes depend only on passes of the same
-# microbatch.
+# If the pattern of a schedule does not fit M, its order is made for more microbatches, and the surplus is removed.
+# Removing microbatches cannot cause a deadlock: the remaining passes depend only on passes of the same microbatch.
 #
 # References:
 #     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-flush). Interleaved: Narayanan et al. 2021.
@@ -48,17 +49,17 @@ _Slots = dict[Action, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Recipe of a named schedule."""
+    """Rules for a named schedule: candidate orders, placement and memory limit."""
 
     orders: _Candidates
     is_open: bool
-    """Whether weight passes still have to be inserted."""
+    """Whether the orders lack weight passes, which have to be inserted."""
     is_v: bool = False
     """Whether stages are placed in a V."""
     chunks: tuple[int, ...] = (1,)
     """Allowed values of V; empty if any V from 2 is allowed."""
     limit: Callable[[int, int], float] | None = None
-    """``limit(R, V)``: number of microbatches whose residuals a rank may hold."""
+    """``limit(R, V)``: number of microbatches whose residuals a rank may hold. None: no limit."""
 
 
 def place_stages(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ def place_stages(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
 
 
 def _alternate(forwards: Sequence[Action], inputs: Sequence[Action], num_ahead: int) -> list[Action]:
-    """Order `num_ahead` forward passes, then alternate forward passes and `inputs` (I or B), then those that remain."""
+    """Return `num_ahead` forward passes, then forward passes and `inputs` (I or B) in turn, then the remaining ones."""
     alternating = itertools.chain.from_iterable(itertools.zip_longest(forwards[num_ahead:], inputs))
     return [*forwards[:num_ahead], *(action for action in alternating if action is not None)]
 
@@ -83,7 +84,7 @@ def _breadth_first(num_ranks: int, chunks: int, num_microbatches: int) -> Iterat
 
 
 def _interleaved(num_ahead: Callable[[int, int, int], int], kind: Kind) -> _Candidates:
-    """Make orders in groups of R microbatches: a group passes all chunks of a rank before the next group does.
+    """Return candidate orders in groups of R microbatches: a group passes all chunks of a rank before the next group.
 
     ``num_ahead(R, V, rank)`` is the number of forward passes before forward and backward passes alternate. `kind` is
     the kind of the backward passes. With one chunk and R - 1 - rank passes ahead, the result is the order of 1F1B.
@@ -137,7 +138,7 @@ def _zb_v(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orders]:
 
 
 def _dualpipe_v(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orders]:
-    """Make the orders of DualPipeV with weight passes; backward passes in the middle are whole, to overlap with F."""
+    """Yield the orders of DualPipeV, with weight passes; backward passes in the middle are whole, to overlap with F."""
     num_microbatches, rank_orders = max(num_microbatches, 2 * num_ranks), []
     for rank in range(num_ranks):
         builder, num_later = _VRank(rank, num_ranks), num_ranks - rank - 1
@@ -160,11 +161,11 @@ def _dualpipe_v(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orde
 
 
 def _blocks(*hops: tuple[int, int, int, int]) -> _Candidates:
-    """Make orders of a V in which every microbatch repeats one pattern, six units after the previous microbatch.
+    """Return candidate orders of a V in which each microbatch has the same pattern, six units after the previous one.
 
-    Each of `hops` holds the units between the passes of neighbouring ranks, for F0, F1, I1 and I0 (of chunks 0 and 1).
-    Their sum sets the lifetime of a microbatch's residuals, and so the memory of a rank: 12 keeps as much as 1F1B, 6
-    half of it, 4 a third. The plain orders come first, then orders whose ends are moved earlier (`_squeeze`).
+    Each of `hops` holds the units between the passes of neighbouring ranks, for F0, F1, I1 and I0 (passes of chunks 0
+    and 1). Their sum sets the lifetime of a microbatch's residuals, and so the memory of a rank. A sum of 12 keeps as
+    much as 1F1B, 6 half, 4 a third. The plain orders come first, then orders whose ends are moved earlier (`_squeeze`).
     """
 
     def orders(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orders]:
@@ -183,7 +184,7 @@ def _blocks(*hops: tuple[int, int, int, int]) -> _Candidates:
 
 
 def _periodic_slots(rank: int, num_ranks: int, starts: tuple[int, ...], num_microbatches: int) -> _Slots:
-    """Return the slots in which a rank runs its passes of all microbatches."""
+    """Return the slots of all passes of a rank; `starts` are the slots of F0, F1, I1 and I0 of microbatch 0."""
     stages = rank, 2 * num_ranks - 1 - rank
     passes = zip(((0, _F), (1, _F), (1, _I), (0, _I)), starts, strict=True)
     return {
@@ -206,8 +207,8 @@ def _offsets(
     `_blocks`.
     """
     last_rank = num_ranks - 1
-    # `turn_waits` holds the waits at the three turns of the V. Longer waits lengthen the pipeline and were not better
-    # for up to eight ranks.
+    # `turn_waits` holds the waits at the turns of the V: F0 to F1, F1 to I1 and I1 to I0. Longer waits lengthen the
+    # pipeline and were not better for up to eight ranks.
     for turn_waits in itertools.product((1, 3, 4), loss_waits, range(1, _PERIOD)):
         start_f1 = f0 * last_rank + turn_waits[0]
         start_i1 = start_f1 + f1 * last_rank + turn_waits[1]
@@ -227,10 +228,10 @@ def _squeeze(ranks: Sequence[_Slots]) -> list[_Slots]:
 
     `ranks` holds the slots of forward and input passes for each rank. The first rank has the first stage.
     """
-    # In a V where all microbatches follow one pattern, the middle is tight but slots stay free while the pipeline fills
-    # and drains. A pass may move there as soon as its inputs exist, if the peak memory of its rank does not rise. The
-    # idea is from Qi et al., "Pipeline Parallelism with Controllable Memory", 2024. All passes take one slot here. Real
-    # costs are considered later, when the weight passes are placed.
+    # In a V where all microbatches follow one pattern, the steady part has few free slots, but slots stay free while
+    # the pipeline fills and drains. A pass may move there as soon as its inputs exist, if the peak memory of its rank
+    # does not rise. The idea is from Qi et al., "Pipeline Parallelism with Controllable Memory", 2024. All passes take
+    # one slot here. Real costs are considered later, when the weight passes are placed.
     first = ranks[0]
     # The steady part lasts from the first input pass of stage 0 to its last forward pass.
     steady = (
@@ -239,7 +240,7 @@ def _squeeze(ranks: Sequence[_Slots]) -> list[_Slots]:
     )
     full = [_add_weights(slots) for slots in ranks]
     _move_earlier(full, lambda slot: not steady[0] <= slot <= steady[1])
-    # The weight passes fill the remaining slots, so they need not block other passes.
+    # Weight passes are placed again later, in the remaining slots, so they need not block other passes here.
     orders = [{action: slot for action, slot in slots.items() if action.kind is not Kind.WEIGHT} for slots in full]
     _move_earlier(orders, lambda slot: slot > steady[1])
     return orders
@@ -292,7 +293,7 @@ _RESIDUAL_CHANGES = {Kind.FORWARD: 1, Kind.WEIGHT: -1}
 
 
 def _residual_counts(slots: _Slots) -> list[int]:
-    """Return the number of passes whose residuals a rank holds, after every slot."""
+    """Return the number of forward passes whose residuals a rank holds after every slot."""
     changes = {slot: _RESIDUAL_CHANGES.get(action.kind, 0) for action, slot in slots.items()}
     return list(itertools.accumulate(changes.get(slot, 0) for slot in range(max(changes) + 1)))
 
@@ -349,8 +350,8 @@ _TOLERANCE = 1e-9
 class ListScheduler:
     """Mutable state of list scheduling: each rank runs its chosen action, or a weight pass if it would wait.
 
-    It looks only at the next action of a rank.
-    ``memory_change(action)`` is the memory that an action allocates; it is negative if the action frees memory.
+    The scheduler looks only at the next action of a rank. ``memory_change(action)`` is the memory that an action
+    allocates; it is negative if the action frees memory.
     """
 
     def __init__(
@@ -389,8 +390,8 @@ class ListScheduler:
         """Run the next action of a rank; return whether there was one."""
         action, now, weights = choose(rank), self.times[rank], self.weights[rank]
         begin = math.inf if action is None else self.ready_time(action)
-        # Run a weight pass if the rank would wait for more than half of its time. It then delays the chosen action by
-        # less than half a weight pass.
+        # Run a weight pass if the rank would wait for more than half the time of that pass. The chosen action is then
+        # delayed by less than half a weight pass.
         if weights and (action is None or begin - now > self.costs.of(weights[0]) / 2 + _TOLERANCE):
             action, begin = weights.popleft(), now
         elif action is None or begin == math.inf:
@@ -411,8 +412,8 @@ def place_weights(
 ) -> tuple[Order, ...]:
     """Insert one W for each I into orders of F and I.
 
-    `limits` is the memory of each rank. A forward pass that would exceed it waits, and input passes that come later in
-    the order may run before it. Raises `ScheduleError` when a limit is too small for the order.
+    `limits` is the largest memory of each rank. A forward pass waits while it would exceed the limit. Meanwhile weight
+    passes and later input passes of the order may run. Raises `ScheduleError` when a limit is too small for the order.
     """
     remaining = [deque(order) for order in orders]
     scheduler = ListScheduler(len(orders), placement, costs, costs.kept)
@@ -446,25 +447,25 @@ def _memory_error(rank: int, action: Action, memory: float, limit: float) -> Sch
     )
 
 
-# Weight passes in ticks. A tick lasts as long as its slowest rank. So a weight pass is free where its rank would wait
-# for another rank in the same tick. If no weight pass is free, all ranks should run one in the same tick. A rank
-# without free memory has to run one at once; other ranks then run one too, if it fits into the tick.
+# Weight passes in ticks. A tick lasts as long as its slowest rank. So a weight pass costs no time where its rank would
+# wait for another rank in the same tick. If every weight pass costs time, all ranks should run one in the same tick. A
+# rank without free memory has to run one at once; other ranks then run one too, if it fits into the tick.
 #
 # With an input and a forward pass in each tick, all middle ticks are alike: microbatch i goes forward on rank r in tick
 # i + r, and backward in tick i + 2R - 1 - r. Orders that start twice as many microbatches as ranks (those of ZB-H2)
-# have this form, which is optimal if all passes cost the same. Orders that hold fewer microbatches have one of the two
-# passes in a tick, and weight passes even out the length.
+# have this form, which is optimal if all passes cost the same. Orders that hold fewer microbatches have either pass in
+# a tick, and weight passes even out the length.
 
 WeightPolicy = Literal["free", "together", "at once"]
 """When weight passes may lengthen a tick: only if memory requires it ("free"); also if all ranks have one ("together");
-always ("at once"). With every policy they may lengthen a tick without F and I, and some ticks of the drain."""
+always ("at once"). With every policy, weight passes may lengthen ticks without F and I, and some of the drain."""
 
 
 class TickPacker:
     """Mutable state of packing a schedule with split backward passes into ticks.
 
-    The orders of F and I are kept; weight passes run where they cost least. `limits` is the memory of each rank. With
-    `in_pairs`, a rank runs an input and a forward pass in one tick if they follow each other in its order.
+    The orders of F and I are kept; weight passes run where they cost least. `limits` is the largest memory of each
+    rank. With `in_pairs`, a rank runs an input and a forward pass in one tick if they follow each other in its order.
     """
 
     def __init__(
@@ -491,8 +492,8 @@ class TickPacker:
                 self._length((*cell, *itertools.islice(pending, 1)), rank in sent)
                 for rank, (cell, pending) in enumerate(zip(cells, self.pending_weights, strict=True))
             ]
-            # First, the length of the tick: its passes of F and I, plus the weight passes that may lengthen it. Then
-            # every other rank adds a weight pass if it fits into that length.
+            # First compute the length of the tick from its F and I passes and the weight passes that may lengthen it.
+            # Then add a weight pass on every rank where it fits into that length.
             lengthening = forced | self._lengthening_ranks(is_empty=not any(cells))
             length = max([*shortest, *(with_weights[rank] for rank in lengthening)])
             for rank, pending in enumerate(self.pending_weights):
@@ -517,7 +518,7 @@ class TickPacker:
         )
 
     def _start_tick(self) -> tuple[list[Cell], set[int]]:
-        """Return the F and I passes of each rank in this tick, and the ranks that must run a weight pass in it."""
+        """Take the F and I passes of each rank for a tick; return them and the ranks that must run a weight pass."""
         cells: list[Cell] = []
         forced: set[int] = set()
         for rank, remaining in enumerate(self.remaining):
@@ -542,7 +543,7 @@ class TickPacker:
         return cells, forced
 
     def _next(self, rank: int, kind: Kind) -> Action | None:
-        """Return the next action of a rank's order if it is of this kind and can run."""
+        """Return the next action of a rank's order if it is of this kind and its inputs exist."""
         remaining = self.remaining[rank]
         if not remaining or ready_time(remaining[0], self.placement, self.ends) == math.inf:
             return None

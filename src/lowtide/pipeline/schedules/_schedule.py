@@ -1,8 +1,9 @@
 """A schedule: the order in which each rank runs its actions. It is plain data; other modules simulate, draw and run it.
 
-The text form of an action is that of PyTorch (torch.distributed.pipelining): ``2F0`` is the forward pass of stage 2 on
-microbatch 0. PyTorch also writes communication actions (``2SEND_F0``, ``2UNSHARD``, ...). The other actions and the
-placement of the stages determine these, so this module leaves them out.
+An action is one pass of one stage over one microbatch, such as its forward pass. The text form is that of PyTorch
+(torch.distributed.pipelining): ``2F0`` is the forward pass of stage 2 on microbatch 0. PyTorch also writes
+communication actions (``2SEND_F0``, ``2UNSHARD``, ...). The passes and the placement of the stages determine them, so
+this module leaves them out.
 
 Shape legend: a schedule has R ranks (devices along the pipeline's mesh axis), S stages (parts of the model, at least as
 many as ranks) and M microbatches.
@@ -23,7 +24,7 @@ from ...core import ConfigError, ScheduleError, check_number, is_count, write_fi
 
 
 class Kind(enum.StrEnum):
-    """A pass of one stage over one microbatch."""
+    """Kind of a pass: forward, the whole backward pass, or one of its two parts."""
 
     FORWARD = "F"
     INPUT = "I"
@@ -77,10 +78,10 @@ def _parse_actions(text: str) -> list[Action]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of actions and memory of stages, in any unit: one number for all stages, or one number for each stage.
+    """Time of actions and memory of stages, in any unit; one number, or (except `communication`) one for each stage.
 
     Raises:
-        ConfigError: unless all times of passes are above 0, other values at least 0, and all of them finite.
+        ConfigError: for a time of a pass that is not above 0, another value below 0, or a value that is not finite.
 
     Examples:
         >>> Costs(forward=1.0, weight=(0.5, 1.5)).of(Action(1, Kind.BACKWARD, 0))
@@ -100,9 +101,8 @@ class Costs:
     weight_residuals: float | Sequence[float] = 1.0
     """Memory that F allocates and W frees."""
     cotangents: float | Sequence[float] = 0.0
-    """Memory that I allocates and W frees; with recomputation this is most of the memory between passes. Peaks do not
-    count it for B, or between I and a W that directly follows on the rank: every schedule holds it for one pass at a
-    time."""
+    """Memory that I allocates and W frees. With recomputation, it is most of the memory that a stage holds from I to W.
+    Simulated peaks leave it out for B, and for I with W right after it: every schedule needs it then."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -142,7 +142,7 @@ class Costs:
         return changes.get(action.kind, input_residuals + weight_residuals)
 
     def by_rank(self, placement: Sequence[int], num_microbatches: float = 1) -> list[float]:
-        """Return the memory of each rank after it has run the forward passes of this many microbatches."""
+        """Return the memory of each rank after it has run the forward passes of `num_microbatches` microbatches."""
         memory = [0.0] * (1 + max(placement))
         for stage, rank in enumerate(placement):
             memory[rank] += num_microbatches * self.kept(Action(stage, Kind.FORWARD, 0))
@@ -163,7 +163,7 @@ class Remake(Protocol):
 
     @property
     def memory_limit(self) -> float | Sequence[float] | None:
-        """The limit that the schedule was requested with; it stays in force."""
+        """Memory limit of the original request. If it is not None, calls ignore their `memory_limit` argument."""
         ...
 
     def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None, /) -> Schedule: ...
@@ -194,11 +194,11 @@ class Schedule:
     orders: tuple[Order, ...]
     """Actions of each rank, in the order in which it runs them."""
     ticks: tuple[tuple[int, ...], ...] | None = None
-    """For ranks in lockstep: the tick of each action, counted from 0. If a rank runs several actions in one tick, the
-    input pass comes first, then the weight pass, then the forward pass. None: a rank runs one action a tick."""
+    """For ranks in lockstep: the tick of each action in `orders`, counted from 0. If a rank runs several actions in one
+    tick, the input pass comes first, then the weight pass, then the forward pass. None: one action per tick."""
     remake: Remake | None = dataclasses.field(default=None, compare=False, repr=False)
-    """Makes the schedule again for other costs with the same placement. Only ``auto`` schedules that were made without
-    costs have it; files do not keep it."""
+    """Function that makes the schedule again for other costs with the same placement. None unless the schedule is
+    ``auto`` and was made without costs; files do not store it."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -237,11 +237,16 @@ class Schedule:
         return dataclasses.replace(self, num_microbatches=num_microbatches, orders=orders, ticks=None, remake=None)
 
     def fitted(self, costs: Costs, memory_limit: float | Sequence[float] | None = None) -> Schedule:
-        """Return the schedule for these costs if `remake` is set; otherwise return it unchanged.
+        """Make the schedule again for other costs if `remake` is set; otherwise return it unchanged.
 
         Args:
-            costs: time and memory of its stages.
-            memory_limit: limit of each rank; used only if the schedule was made without a limit.
+            costs: time of the actions and memory of the stages.
+            memory_limit: most memory of a rank in the unit of `costs`, or one such number for each rank. It is used
+                only if the schedule was made without a limit.
+
+        Raises:
+            ConfigError: for costs of another number of stages, or an invalid limit.
+            ScheduleError: when no schedule stays within the limit.
         """
         return self if self.remake is None else self.remake(costs, memory_limit)
 
@@ -302,9 +307,10 @@ class Schedule:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
-        """Make the schedule of a table of actions, with a row for each rank; empty cells are idle.
+        """Make a schedule from a table of actions, with one row for each rank.
 
-        If the cells of every row repeat the order I, W, F, three cells are one tick. Errors are those of `from_text`.
+        Empty cells are idle. If all rows repeat the pattern (I or B, W, F), every three cells are one tick. The errors
+        are those of `from_text`.
         """
         parsed = [[_parse_actions(cell) for cell in row] for row in rows]
         orders = tuple(tuple(action for cell in row for action in cell) for row in parsed)
@@ -333,7 +339,7 @@ class Schedule:
         )
 
     def to_text(self) -> str:
-        """Write the text that `from_text` reads."""
+        """Return the text that `from_text` reads."""
         return "\n".join(" ".join(word or "-" for word in row) for row in self._rows())
 
     def _rows(self) -> list[list[str]]:
@@ -349,12 +355,12 @@ class Schedule:
 
 
 _TICK_POSITIONS = ((Kind.INPUT, Kind.BACKWARD), (Kind.WEIGHT,), (Kind.FORWARD,))
-"""The order of passes in a tick. An input or whole backward pass and a weight pass free memory before a forward pass
-takes it."""
+"""The kinds of passes at each position of a tick. Backward passes come first, because they free memory before a forward
+pass takes it."""
 
 
 def position_in_tick(action: Action) -> int:
-    """Return the position of an action within its tick: 0 for input and whole backward passes, 1 for W, 2 for F."""
+    """Return the position of an action within its tick: 0 for I and B, 1 for W, 2 for F."""
     return next(i for i, kinds in enumerate(_TICK_POSITIONS) if action.kind in kinds)
 
 
@@ -378,9 +384,10 @@ def result_key(action: Action) -> tuple[Kind, int, int]:
 
 
 def reader_of(action: Action, num_stages: int) -> tuple[Kind, int] | None:
-    """Return the kind and stage of the pass that reads an action's result; None if no other pass reads it.
+    """Return the kind and stage of the pass that receives an action's activations or input gradient, or None.
 
-    The backward pass of the last stage computes the loss, so it reads the activations of the stage's forward pass.
+    The backward pass of the last stage computes the loss, so it receives the activations of that stage's forward pass.
+    Weight passes do not count, because they read only values of the same stage.
     """
     if action.kind is Kind.FORWARD:
         is_last = action.stage + 1 == num_stages
@@ -404,9 +411,10 @@ def ready_time(action: Action, placement: Sequence[int], ends: Ends, communicati
 
 
 def sweep(orders: Sequence[Order], run: Callable[[int, Action], bool]) -> list[int]:
-    """Try the next action of each rank, rank by rank, until no rank can run one; return how many each rank has run.
+    """Try the next action of each rank, rank by rank, until no rank can run its next action.
 
-    ``run(rank, action)`` runs the action and returns whether it could run.
+    ``run(rank, action)`` runs the action if it can, and returns whether it did. Returns the number of actions that each
+    rank has run.
     """
     counts, advanced = [0] * len(orders), True
     while advanced:
@@ -436,7 +444,7 @@ def validate(schedule: Schedule) -> None:
         ends[result_key(action)] = 0.0
         return True
 
-    # Run the orders without time: an action runs once its inputs are done. A rank that stops early has a deadlock.
+    # Run the orders without time: an action runs as soon as its inputs exist. A rank that stops early is in a deadlock.
     counts = sweep(schedule.orders, run)
     waiting = {rank: order[counts[rank]] for rank, order in enumerate(schedule.orders) if counts[rank] < len(order)}
     for rank, action in waiting.items():

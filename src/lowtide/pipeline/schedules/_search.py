@@ -1,8 +1,10 @@
 """Search for a schedule by its name, for any number of stages and microbatches, costs and memory limits.
 
-A named schedule is the best of the candidates of its recipe. ``auto`` compares named, packed and greedy schedules that
-stay within its memory limit. For many microbatches, it compares them on fewer, and only the best four in full. The
-result is not always optimal: an optimum needs an integer program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024).
+A named schedule has a `Recipe`, which lists candidate orders; the search returns the fastest. ``auto`` compares named
+schedules, named schedules packed into ticks (`TickPacker`), and greedy schedules, all within its memory limit. If there
+are many microbatches, it ranks candidates with fewer, and compares only the best four with all. The result is not
+always optimal: an optimum needs an integer program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). In this file,
+`chunks` is the number of stages per rank.
 """
 
 from __future__ import annotations
@@ -37,27 +39,29 @@ def schedule(
     """Make a pipeline schedule.
 
     Args:
-        name: one of `SCHEDULES`. ``"auto"`` searches for the fastest schedule for these costs and this memory, among
-            the named ones with the same stages_per_rank and others. Without costs, a pipeline makes it again for the
-            costs of its stages (`Schedule.fitted`).
+        name: one of `SCHEDULES`. ``"auto"`` searches for the fastest schedule for `costs` and `memory_limit`. Its
+            candidates are the named schedules with this `stages_per_rank`, and others that it builds. Without `costs`,
+            a pipeline repeats the search with the costs of its stages (`Schedule.fitted`).
         num_stages: number of parts of the model.
         num_microbatches: number of parts of a batch; it need not be a multiple of the number of ranks.
         stages_per_rank: number of stages on each rank; by default 1, or 2 where the schedule needs more than one.
         costs: time and memory of actions, used to place weight passes and compare candidates; by default `Costs()`.
-        memory_limit: the most that a rank may hold, or one such number for each rank. The unit is that of `costs`; by
-            default it is the residuals of one microbatch in one stage. By default a named schedule has its own limit,
-            if any; it is raised where stages differ so much that it cannot be kept. ``"auto"`` has a default of
-            ``2 * num_ranks - 1`` microbatches.
-        lockstep: whether to optimise for ranks in lockstep, as `value_and_grad` runs them, rather than for asynchronous
-            ranks. It matters for ``"auto"`` and for V-schedules.
+        memory_limit: most memory of a rank in the unit of `costs`, or one such number for each rank. In `Costs()` the
+            unit is the residuals of one microbatch in one stage. If None, the limit of ``"auto"`` is the residuals of
+            ``2 * num_ranks - 1`` microbatches on the fullest rank, where ``num_ranks = num_stages / stages_per_rank``.
+            Named schedules then use their own limits, if any. The search raises these limits if unequal stages cannot
+            stay within them.
+        lockstep: whether to optimise for ranks in lockstep, as `value_and_grad` runs them, or for asynchronous ranks.
+            It matters for ``"auto"`` and for V-schedules.
 
     Returns:
         The validated schedule.
 
     Raises:
         ConfigError: for an unknown name, numbers that do not fit each other, costs of another number of stages, a wrong
-            `memory_limit`, or more than 131,072 forward passes (stages times microbatches; two per rank always count).
-        ScheduleError: when the schedule needs more than `memory_limit`.
+            `memory_limit`, or more than 131,072 forward passes (stages times microbatches, counting at least two
+            microbatches per rank).
+        ScheduleError: when no schedule of this name stays within `memory_limit`.
 
     Examples:
         >>> print(schedule("1f1b", num_stages=2, num_microbatches=2).to_text())
@@ -81,7 +85,7 @@ def schedule(
         result = auto_search.best(costs or Costs(), limit)
         if costs is not None:
             return result
-        # Without costs, the schedule keeps the search, so that `Schedule.fitted` can make it again for real costs.
+        # Without costs, the schedule keeps the search, so that `Schedule.fitted` can repeat it with real costs.
         return dataclasses.replace(result, remake=dataclasses.replace(auto_search, placement=result.placement))
     costs = costs or Costs()
     costs.refuse_other(num_stages)
@@ -89,7 +93,7 @@ def schedule(
     limits = _limits(recipe, placement, chunks, costs, memory_limit)
     search = _NamedSearch(name, recipe, num_ranks, chunks, num_microbatches, placement, costs, lockstep)
     if memory_limit is None:
-        # Within the schedule's own limits, or within the smallest larger ones that unequal stages need.
+        # Use the schedule's own limits. If unequal stages do not fit, raise all limits by a common factor.
         for factor in (1.125**power for power in range(40)):
             with contextlib.suppress(ScheduleError):
                 return search.best([factor * limit for limit in limits])
@@ -105,7 +109,7 @@ def schedule(
 _PACKINGS: tuple[tuple[bool, WeightPolicy], ...] = (
     (True, "free"),
     (True, "together"),
-    (True, "at once"),  # with the order of ZB-H2: (M + R - 1) * (F + I + W), the time of a scan
+    (True, "at once"),  # with the order of ZB-H2 the makespan is that of `scan_makespan`
     (False, "free"),
     (False, "together"),
 )
@@ -113,13 +117,13 @@ _PACKINGS: tuple[tuple[bool, WeightPolicy], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class _AutoSearch:
-    """Search of ``auto`` for the best schedule; a call makes it again for other costs (`Schedule.remake`)."""
+    """Search for the best schedule of ``auto``. A call repeats the search for other costs (`Schedule.remake`)."""
 
     num_stages: int
     num_microbatches: int
     chunks: int
     memory_limit: float | tuple[float, ...] | None
-    """The limit that the user gave."""
+    """The limit that the user gave, or None."""
     lockstep: bool
     placement: tuple[int, ...] | None = None
     """Required rank of each stage, for layers that are placed before their costs are known; None allows any."""
@@ -127,10 +131,10 @@ class _AutoSearch:
     def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Schedule:
         limits: Any = memory_limit
         limit: Any = limits if isinstance(limits, (Real, NoneType)) else tuple(limits)
-        return _make_again(self, costs, limit if self.memory_limit is None else self.memory_limit)
+        return _cached_best(self, costs, limit if self.memory_limit is None else self.memory_limit)
 
     def best(self, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
-        """Return the best schedule for costs and a limit."""
+        """Return the best schedule for costs and a memory limit; None stands for the default limit of ``auto``."""
         costs.refuse_other(self.num_stages)
         chunks, num_ranks = self.chunks, self.num_stages // self.chunks
         limits = _limits(_AUTO, place_stages(num_ranks, chunks, is_v=False), chunks, costs, memory_limit)
@@ -160,17 +164,17 @@ class _AutoSearch:
             for in_pairs, weight_policy in _PACKINGS
             if recipe.is_open
         ]
-        if not self.lockstep or memory_limit is not None:  # a limit may rule out all named ones
-            candidates += _greedy_orders(num_ranks, chunks, costs, limits)
+        if not self.lockstep or memory_limit is not None:  # a limit may rule out all named schedules
+            candidates += _greedy_makers(num_ranks, chunks, costs, limits)
         return dataclasses.replace(self._find_best(candidates, costs, limits), name="auto")
 
     def _find_best(self, makers: list[_ScheduleMaker], costs: Costs, limits: Sequence[float]) -> Schedule:
-        """Return the candidate that ends first within the limits; of equal ones, the candidate that holds least memory.
+        """Return the candidate with the smallest makespan within the limits; a tie goes to the lowest peak memory.
 
         Raises `ScheduleError` when no candidate is within the limits.
         """
 
-        def within(maker: _ScheduleMaker, count: int) -> tuple[float, float, Schedule] | None:
+        def rate(maker: _ScheduleMaker, count: int) -> tuple[float, float, Schedule] | None:
             try:
                 candidate = maker(count)
             except ScheduleError:
@@ -183,13 +187,13 @@ class _AutoSearch:
             return round(run.makespan, 9), max(run.peaks), candidate  # sums in another order differ by rounding
 
         num_trials = _num_trial_microbatches(self.num_microbatches, len(limits))
-        rated = [(*rating, i) for i, maker in enumerate(makers) if (rating := within(maker, num_trials)) is not None]
+        rated = [(*rating, i) for i, maker in enumerate(makers) if (rating := rate(maker, num_trials)) is not None]
         rated.sort(key=lambda entry: (entry[:2], entry[3]))
         if num_trials == self.num_microbatches and rated:
             return rated[0][2]
-        # With few microbatches, the start and the end weigh more than the middle. So the four best candidates that fit
-        # are compared with all microbatches.
-        fitting = (rating for _, _, _, i in rated if (rating := within(makers[i], self.num_microbatches)) is not None)
+        # With few microbatches, the start and the end weigh more than the middle. So the best four candidates within
+        # the limits are compared with all microbatches.
+        fitting = (rating for _, _, _, i in rated if (rating := rate(makers[i], self.num_microbatches)) is not None)
         finalists = list(itertools.islice(fitting, 4))
         if finalists:
             return min(finalists, key=lambda rating: rating[:2])[2]
@@ -199,18 +203,18 @@ class _AutoSearch:
 
 
 @functools.lru_cache(maxsize=128)
-def _make_again(search: _AutoSearch, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
+def _cached_best(search: _AutoSearch, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
     return search.best(costs, memory_limit)
 
 
 def _num_trial_microbatches(num_microbatches: int, num_ranks: int) -> int:
-    """Return how many microbatches are enough to rank candidates: the middle of a schedule repeats itself."""
+    """Return a number of microbatches that is enough to rank candidates: the middle of a schedule repeats itself."""
     return min(num_microbatches, max(4 * num_ranks, 16))
 
 
 @dataclasses.dataclass(frozen=True)
 class _NamedSearch:
-    """Sizes, placement and costs of a named schedule."""
+    """Search for the best order of a named schedule, for given sizes, placement and costs."""
 
     name: str
     recipe: Recipe
@@ -222,11 +226,11 @@ class _NamedSearch:
     lockstep: bool
 
     def best(self, limits: list[float]) -> Schedule:
-        """Return the schedule of this name that ends first within the limits; `ScheduleError` if none fits."""
+        """Return the fastest candidate; raise `ScheduleError` if inserted weight passes cannot stay within `limits`."""
         costs = [self.costs]
         if self.recipe.is_open and self.recipe.is_v and not _has_equal_costs(self.costs):
             # In lockstep, filling a gap can cost more than keeping the pattern of equal passes. So weight passes are
-            # also placed by equal costs, and both results are compared by the real costs.
+            # also placed as if all passes had equal costs. The real costs decide between both results.
             costs.append(dataclasses.replace(self.costs, forward=1.0, input=1.0, weight=1.0, communication=0.0))
         num_trials = _num_trial_microbatches(self.num_microbatches, self.num_ranks)
         results: list[tuple[float, int, int]] = []
@@ -260,7 +264,7 @@ class _NamedSearch:
 
 
 _MAX_PASSES = 2**17
-"""Largest number of microbatches times stages. Every pass needs Python objects, and entries of the program's tables."""
+"""Largest product of microbatches and stages. Every pass needs Python objects, and entries of the program's tables."""
 
 
 def _has_equal_costs(costs: Costs) -> bool:
@@ -281,7 +285,7 @@ def _chunks(name: str, recipe: Recipe, num_stages: int, num_microbatches: int, s
         allowed = " or ".join(map(str, recipe.chunks)) or "an integer of at least 1"
         hint = "choose interleaved, interleaved-zb, looped-bfs or auto, which take any number of stages per rank"
         raise ConfigError(f"{name}: stages_per_rank must be {allowed}, not {stages_per_rank!r}", hint=hint)
-    # V-schedules and interleaved ones are cut from schedules with at least two microbatches per rank.
+    # ZB-V and DualPipeV make orders for at least two microbatches per rank, and then drop the surplus.
     num_passes = num_stages * max(num_microbatches, 2 * num_stages // chunks)
     if num_passes > _MAX_PASSES:
         raise ConfigError(
@@ -322,18 +326,18 @@ SCHEDULES = (*NAMED, "auto")
 
 
 _ScheduleMaker = Callable[[int], Schedule]
-"""Makes a schedule for a given number of microbatches."""
+"""Function that makes a schedule for a given number of microbatches."""
 
 
-def _greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[_ScheduleMaker]:
-    """Yield makers of greedy schedules: each placement, with several limits of the microbatches that a rank holds."""
+def _greedy_makers(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[_ScheduleMaker]:
+    """Yield makers of greedy schedules, for each placement and several limits of microbatches that a rank may hold."""
     for is_v in (False, True)[: 2 if chunks > 1 else 1]:
         placement = place_stages(num_ranks, chunks, is_v=is_v)
         microbatch_memory = costs.by_rank(placement)
-        # Numbers of microbatches that a rank may hold at one time. None: a rank starts a microbatch only if all its
-        # passes on this rank fit into memory, so a limit of one microbatch cannot block it.
-        numbers = (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None)
-        for max_started in numbers:
+        # Numbers of microbatches that a rank may hold at one time. None: a rank starts a microbatch only if it has
+        # memory for all passes of the microbatch. So a limit of one microbatch cannot block the rank.
+        start_limits = (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None)
+        for max_started in start_limits:
             caps = [
                 min(limit, (max_started or math.inf) * memory if memory else math.inf)
                 for limit, memory in zip(limits, microbatch_memory, strict=True)
@@ -354,7 +358,7 @@ def _make_greedy(
 
 
 class _Greedy:
-    """Mutable state of a greedy choice of the next action on every rank, without a given order of F and I.
+    """Mutable state of a greedy search, which chooses the next action of every rank without a given order of passes.
 
     A rank runs the action that can start first. An input pass, which another rank waits for, comes before a forward
     pass that could start at the same time. A forward pass must fit into memory. A weight pass fills waiting time.
@@ -377,7 +381,7 @@ class _Greedy:
         self.next_microbatch = {
             (kind, stage): 0 for kind in (Kind.FORWARD, Kind.INPUT) for stage in range(len(placement))
         }
-        self.scheduler = ListScheduler(len(limits), placement, costs, self._change)
+        self.scheduler = ListScheduler(len(limits), placement, costs, self._memory_change)
 
     def run(self) -> tuple[Order, ...]:
         """Return the actions of each rank in order; `ScheduleError` if a rank cannot continue within its memory."""
@@ -392,8 +396,8 @@ class _Greedy:
     def _count(self, _: int, action: Action) -> None:
         self.next_microbatch[action.kind, action.stage] += 1
 
-    def _change(self, action: Action) -> float:
-        """Return the change of memory by an action; with `reserved`, F of the rank's first stage takes all of it."""
+    def _memory_change(self, action: Action) -> float:
+        """Return the memory change; with `reserved`, F of a rank's first stage takes the memory of all its stages."""
         if self.reserved is None or action.kind is not Kind.FORWARD:
             return self.costs.kept(action)
         rank = self.placement[action.stage]
@@ -408,10 +412,10 @@ class _Greedy:
                     continue
                 if (
                     kind is Kind.FORWARD
-                    and self.scheduler.memory[rank] + self._change(action) > self.limits[rank] + 1e-9
+                    and self.scheduler.memory[rank] + self._memory_change(action) > self.limits[rank] + 1e-9
                 ):
                     continue
-                # Input passes come first, the earliest stage before later ones. Of forward passes, the latest stage
-                # comes first.
+                # Among actions that can start at the same time, input passes come first, those of earlier stages before
+                # later ones. Among forward passes, the latest stage comes first.
                 urgency = stage if kind is Kind.INPUT else 2 * len(self.placement) - stage
                 yield max(self.scheduler.ready_time(action), self.scheduler.times[rank]), urgency, action

@@ -1,7 +1,7 @@
 """Simulation of a schedule without a device: when its actions run, how long ranks wait, and how much memory they hold.
 
 Two modes. Asynchronous ranks run separate programs, as in PyTorch or JaxPP, and each starts its next action as soon as
-it can. Ranks in lockstep share one program, where a tick lasts as long as its slowest rank.
+it can. Ranks in lockstep share one program, whose steps are ticks. A tick lasts as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Simulation:
     busy: tuple[float, ...]
     """Time that each rank computes."""
     peaks: tuple[float, ...]
-    """Largest amount of memory that each rank holds at one time, in the unit of `Costs`. An action holds the memory
-    that it frees until it ends."""
+    """Largest memory that each rank holds at one time, in the unit of `Costs`. Actions free memory at their end."""
     num_transfers: int
     """Number of activations and gradients that ranks send to each other, in total."""
     num_ticks: int | None = None
@@ -59,14 +58,14 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Time that the busiest rank waits in one batch."""
+        """Time of one batch in which the busiest rank does not compute."""
         return self.makespan - max(self.busy)
 
     @property
     def steady_bubble(self) -> float:
-        """Largest time that a rank waits when batches follow each other: its span minus the time that it computes.
+        """Largest time that a rank waits when batches follow each other: its `spans` entry minus its `busy` entry.
 
-        The papers call this the bubble of the "longest stage".
+        Papers call this the bubble of the "longest stage".
         """
         return max(span - busy for span, busy in zip(self.spans, self.busy, strict=True))
 
@@ -78,7 +77,7 @@ class Simulation:
     def memory(self, rank: int) -> tuple[list[float], list[float]]:
         """Return the memory of a rank over time: the times of its changes, and the new values.
 
-        A forward pass takes its memory at its start. A backward pass frees memory at its end.
+        A forward pass takes its memory at its start. Backward passes change the memory at their end.
         """
         times, values, memory = [0.0], [0.0], 0.0
         for action, start, end in zip(self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True):
@@ -169,14 +168,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
 
 
 def scan_makespan(schedule: Schedule, costs: Costs) -> float:
-    """Compute the time of one loop over ticks that JAX differentiates, the form of most JAX pipelines.
+    """Compute the makespan of a loop over ticks that JAX differentiates, as in most JAX pipelines.
 
-    In each tick a rank runs the forward passes of all its stages on one microbatch. In the reverse loop it runs their
-    backward passes. Each rank holds the residuals of all microbatches.
+    In each tick a rank runs the forward passes of all its stages on one microbatch. The reverse loop runs the backward
+    passes in the same way. Each rank holds the residuals of all microbatches.
 
     Args:
         schedule: gives the stages, the ranks and the number of microbatches; its order is not used.
-        costs: time of its stages. The result has the same unit.
+        costs: time of passes and of transfers. The result has the same unit.
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -249,7 +248,7 @@ def _peak(order: tuple[Action, ...], costs: Costs) -> float:
 
 
 # Each rank is a row, and time runs to the right. The colour shows the pass (F blue, I and B warm, W green). Its shade
-# shows the chunk: later stages of a rank are lighter. The number is the microbatch. A second plot shows the memory of
+# shows the stage: later stages of a rank are lighter. The number is the microbatch. A second plot shows the memory of
 # each rank over time.
 _COLOURS = {
     Kind.FORWARD: ("#4c78c8", "#9db8e6"),
@@ -271,7 +270,7 @@ def _colour(simulation: Simulation, action: Action) -> str:
 def _draw_terminal(simulation: Simulation, width: int, *, has_colours: bool) -> Text:
     """Draw a line for each rank, `width` columns wide, with the number of a microbatch where its pass starts.
 
-    Colours show the kind of a pass. Without colours its letter does, and numbers are left out where they do not fit.
+    Colours show the kind of a pass. Without colours, letters do, and numbers that do not fit are left out.
     """
     from rich.text import Text
 

@@ -1,9 +1,9 @@
-"""Ticks: which passes all ranks of one lockstep program run together, and the tables that such a program reads.
+"""Ticks: the passes that ranks of one lockstep program run together, and the tables that such a program reads.
 
-In a tick a rank runs at most one pass of each kind: first an input pass, then a weight pass, then a forward pass. This
-order frees memory before it takes memory. A tick lasts as long as its slowest rank. The result of a forward pass is
-sent while the backward passes of the next tick run. The result of an input pass is sent while the later passes of its
-tick run.
+A tick is one step of all ranks, and lasts as long as its slowest rank. In a tick a rank runs at most one pass of each
+kind: first an input pass, then a weight pass, then a forward pass. This order frees memory before it takes memory. The
+result of a forward pass is sent while the backward passes of the next tick run. The result of an input pass is sent
+while the later passes of its tick run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ...core import ScheduleError
 from ._schedule import Action, Costs, Ends, Kind, Schedule, reader_of, ready_time, result_key, sends_result
 
 Cell = tuple[Action, ...]
-"""Actions of a rank in a tick, in the order in which it runs them."""
+"""Actions of a rank in a tick, in the order in which they run."""
 
 
 def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Cell, ...]]:
     """Make the table of a lockstep program: the actions of each rank in each tick.
 
-    Without explicit ticks (`Schedule.ticks`), and with `forward_only`, a rank runs at most one action in a tick: its
-    next one, in the first tick after those of the inputs.
+    If the schedule has no explicit ticks (`Schedule.ticks`), or with `forward_only`, a rank runs at most one action in
+    a tick. Its next action runs in the first tick after those that compute the inputs of the action.
 
     Args:
         schedule: the schedule to run.
@@ -73,14 +73,14 @@ class Spans(NamedTuple):
     begins: list[float]
     ends: list[float]
     end: float
-    """When the rank's actions have ended, and the forward result from the previous tick and the input gradient that the
-    rank sends have arrived. Its own forward result is sent in the next tick."""
+    """Time at which the rank's actions have ended, the activation from the previous tick has arrived, and the input
+    gradient that the rank sends has arrived. The rank sends its own activation in the next tick."""
 
 
 def spans(cell: Cell, placement: Sequence[int], costs: Costs, *, is_sent: bool) -> Spans:
     """Compute the times of a rank's actions in a tick.
 
-    With `is_sent`, another rank sends the result of a forward pass of the previous tick to this rank.
+    `is_sent` is True if this rank receives an activation that another rank computed in the previous tick.
     """
     begins: list[float] = []
     ends: list[float] = []
@@ -107,22 +107,24 @@ def receiving_ranks(row: Sequence[Cell], placement: Sequence[int]) -> set[int]:
     }
 
 
-# Two kinds of values wait in slots of buffers: a message (an activation or cotangent from another stage), and a value
-# that a pass saves for a later pass. Each occupies a slot from its arrival until the last pass that reads it starts.
+# A slot is an entry of a buffer. Two kinds of values occupy slots: messages (activations or cotangents from another
+# stage), and values that a pass saves for a later pass. A value occupies its slot from its arrival, or the start of the
+# pass that saves it, until its last reader starts.
 
 KINDS = ("F", "I", "W")
-"""The passes of a row in order: the forward pass of a tick, then the backward passes of the next tick.
+"""The passes of a row, in order. A row is one iteration of the program's loop: the forward pass of a tick, then the
+backward passes of the next tick.
 
 So each pass reads values that earlier passes of its row or earlier rows wrote, and no later pass of its row overwrites
-them. I and W of a whole backward pass are in one row, for one microbatch."""
+them. A whole backward pass is I and W of one microbatch in one row."""
 _PASS_COLUMNS = ("runs", "chunk", "microbatch", "is_first", "is_last", "num_layers", "message")
 """Columns of each pass: whether it runs; its chunk (the index of its stage on the rank) and microbatch; whether its
-stage is the first or last one; the number of layers; the slot of the message that it reads."""
+stage is the first or last one; the number of layers of the stage; the slot of the message that the pass reads."""
 _ARRIVAL_COLUMNS = ("from_left", "from_right", "from_here")
-"""Slots for results that arrive from the left or right neighbour or from this rank (-1: none)."""
+"""Columns of slots for results that arrive from the left or right neighbour or from this rank (-1: none)."""
 _PASS_STARTS = {"F": 0, "I": 2, "W": 4}
-"""Start of each pass in a row of eight moments. The result of the row's forward pass arrives at moment 1 if it stays on
-its rank, and at moment 6 on another rank. Results of the input passes of the previous row arrive at moment 1."""
+"""Start of each pass; a row has eight moments. The result of the row's forward pass arrives at moment 1 if it stays on
+its rank, and at moment 6 otherwise. Results of the input passes of the previous row arrive at moment 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,22 +134,22 @@ class Waiting:
     column: str
     """Table column that holds its slot."""
     part: str
-    """``first``: only stage 0 has it; ``blocks``: every stage has it."""
-    made: str
-    """The pass that produces it: F or I."""
-    read: str
-    """The pass that reads it last: I or W."""
+    """Part of the model that saves it: ``first`` (only in stage 0) or ``blocks`` (in every stage)."""
+    producer: str
+    """The pass that computes it: F or I."""
+    reader: str
+    """The last pass that reads it: I or W."""
     buffer: str
     """Buffer that holds it, together with other values of its shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """A schedule in the form that one program runs."""
+    """A schedule as a table that one program reads, with a slot for each message and saved value."""
 
     columns: tuple[str, ...]
-    """Names ``pass/field`` of the C columns. Fields are those of `_PASS_COLUMNS`, the slots in which results of such
-    passes arrive (`_ARRIVAL_COLUMNS`), and the slot of each waiting value."""
+    """Names of the C columns, such as ``F/chunk``: a pass of `KINDS` and a field. Fields are `_PASS_COLUMNS`,
+    `_ARRIVAL_COLUMNS` (for results of the pass), and the columns of saved values."""
     rows: np.ndarray
     """Table entries by row, rank and column, int32 of shape [T, R, C]."""
     used: dict[str, tuple[int, ...]]
@@ -155,7 +157,7 @@ class Tables:
 
     @property
     def num_messages(self) -> int:
-        """Number of slots of every rank's buffer for messages; at least 1, though a single stage receives none."""
+        """Number of slots of every rank's buffer for messages; at least 1, even if no stage receives messages."""
         return max(1, *self.used["messages"])
 
     def comes(self, kind: str, name: str) -> bool:
@@ -168,7 +170,7 @@ def tables(
 ) -> Tables:
     """Make the tables of a schedule, with slots for messages and for saved values (`waiting`).
 
-    `layers_per_stage` has the number of layers of each stage, and `forward_only` omits the backward passes. Raises
+    `layers_per_stage` is the number of layers of each stage. `forward_only` omits the backward passes. Raises
     `ScheduleError` when consecutive stages are on ranks that are not neighbours.
     """
     _refuse_distant_ranks(schedule)
@@ -220,7 +222,7 @@ class _Lifetime(NamedTuple):
 
 
 def _pass_rows(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
-    """Return the row of every pass; a whole backward pass counts as I and W."""
+    """Return the row of every pass; a whole backward pass counts as an input and a weight pass."""
     return {
         (action.stage, kind, action.microbatch): tick - (kind != "F")
         for tick, row in enumerate(table)
@@ -233,8 +235,8 @@ def _pass_rows(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
 def _assign_slots(lifetimes: Iterable[_Lifetime]) -> tuple[dict[_Key, int], Counter[int]]:
     """Assign a slot to each interval, separately on each rank, and count the slots of each rank.
 
-    Slots are assigned like registers, by colouring intervals. For intervals this needs no more slots than values that
-    are alive at the same time.
+    Slots are assigned like registers, by colouring intervals. A rank then needs no more slots than values that are live
+    at one time.
     """
     slots: dict[_Key, int] = {}
     free: dict[int, list[int]] = {}
@@ -254,7 +256,7 @@ def _assign_slots(lifetimes: Iterable[_Lifetime]) -> tuple[dict[_Key, int], Coun
 
 
 def _message_lifetimes(schedule: Schedule, pass_rows: dict[_Key, int]) -> Iterable[_Lifetime]:
-    """Yield the interval of each message, from the moment in which it arrives."""
+    """Yield the interval of each message, from its arrival until the pass that reads it starts."""
     for (stage, kind, microbatch), row in pass_rows.items():
         reader = _reader_key(schedule, Action(stage, Kind(kind), microbatch))
         if reader in pass_rows:
@@ -271,9 +273,9 @@ def _saved_value_slots(
     lifetimes: dict[str, list[_Lifetime]] = {}
     for saved_value in waiting:
         for (stage, kind, microbatch), row in pass_rows.items():
-            if kind == saved_value.made and stage in stages[saved_value.part]:
+            if kind == saved_value.producer and stage in stages[saved_value.part]:
                 begin = 8 * row + _PASS_STARTS[kind]
-                end = 8 * pass_rows[stage, saved_value.read, microbatch] + _PASS_STARTS[saved_value.read] + 1
+                end = 8 * pass_rows[stage, saved_value.reader, microbatch] + _PASS_STARTS[saved_value.reader] + 1
                 lifetime = _Lifetime(begin, end, schedule.placement[stage], (stage, saved_value.column, microbatch))
                 lifetimes.setdefault(saved_value.buffer, []).append(lifetime)
     all_slots: dict[_Key, int] = {}
@@ -285,7 +287,7 @@ def _saved_value_slots(
 
 
 def _reader_key(schedule: Schedule, action: Action) -> _Key:
-    """Return the pass that reads an action's result: stage, kind (empty if no pass reads it) and microbatch."""
+    """Return the pass that receives an action's result: stage, kind (empty without such a pass) and microbatch."""
     kind, stage = reader_of(action, schedule.num_stages) or ("", action.stage)
     return stage, kind, action.microbatch
 

@@ -3,14 +3,16 @@
 There are four passes: `Pass.HOISTED` (depends on weights alone, runs once a step), `FORWARD`, `INPUT` and `WEIGHT`. The
 results of the stage must be computed in the forward pass, and the gradient of its input in the input pass at the
 latest. Between these bounds an operation may run in any pass, but only in one. A minimum cut chooses the pass; its
-capacities are the bytes that are kept from one pass to the next. Of equal cuts it takes the latest. Two examples: the
-gradient of a bias is a sum over tokens, so it is computed in the input pass and the larger cotangents are not kept. The
-derivative of an activation function is computed in the input pass, so only the function's input is kept.
+capacities are the bytes that are kept from one pass to the next. Of equal cuts, the one with the latest passes is
+chosen. Two examples: the gradient of a bias is a sum over tokens, so it is computed in the input pass and the larger
+cotangents are not kept. The derivative of an activation function is computed in the input pass, so only the function's
+input is kept.
 
 Matrix products and other heavy operations do not move to save bytes. Those that only weight gradients need run in the
 weight pass. Those that the forward pass does not need (recomputation) run in the backward pass. Cheap operations run in
-each pass that reads them, if they read only the batch or only change the view of a weight. A copy out of host memory
-also runs in each pass: a kept copy would hold the offloaded array on the device.
+each pass that reads them, if they read only the batch or only change the view of a weight. Their results are free
+values, which are never kept. A copy out of host memory also runs in each pass: a kept copy would hold the offloaded
+array on the device.
 """
 
 from __future__ import annotations
@@ -63,14 +65,14 @@ def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> tuple[dict
     """Assign every operation of a stage's forward and backward pass to a pass.
 
     `sources` are the roles of the graph inputs, `sinks` the results of the stage. Returns the pass of each operation
-    and carry, and the free values with their operations, which run in each pass that reads them. Operations in neither
-    result are dead.
+    and carry, and the free values, each with the operation that computes it in every pass that reads it. Operations in
+    neither result are dead.
     """
     reach = Reach(graph, sources, sinks)
     live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
     nodes: list[Node] = [node for node in (*reach.nodes, *Source, *sinks) if node in live or isinstance(node, Source)]
     passes = _Cut(reach, nodes, sinks).solve()
-    # Operations that depend on weights alone and are read by another pass are hoisted, with all their ancestors.
+    # If a later pass reads the result of an operation on weights alone, the operation and its ancestors are hoisted.
     crossing = [
         reach.producer[value]
         for node in nodes
@@ -82,7 +84,7 @@ def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> tuple[dict
 
 
 class Reach:
-    """Producers of all values, and the values that depend on weights alone or on the batch alone."""
+    """Producer of each value, free values, and the values that depend on weights alone or on the batch alone."""
 
     def __init__(self, graph: Graph, sources: list[Source], sinks: list[Sink]) -> None:
         self.inputs = dict(zip(graph.inputs, sources, strict=True))
@@ -100,8 +102,8 @@ class Reach:
                 continue
             for outer, slice_ in item.slices:
                 self._add_alias(slice_, outer)
-            # A carry depends on weights alone if its initial value and its step do. Operations of the body read
-            # carries, so this is decided before the body is added.
+            # A carry depends on weights alone if its initial value and its step (the computation of its next value) do.
+            # Operations of the body read carries, so this is decided before the body is added.
             weight_only_carries = self._weight_only_carries(item)
             for carry in item.carries:
                 self.nodes.append(carry)
@@ -112,10 +114,10 @@ class Reach:
                 self._add_alias(stack, value)
 
     def _add_alias(self, value: Value, source: Atom) -> None:
-        """Give a value the producer and groups of another value, of which it is a view."""
+        """Give `value` the producer and groups of `source`, of which it is a slice or the stack."""
         if not isinstance(source, Value):
             return
-        if source in self.producer:  # otherwise the other value is a view of a free value
+        if source in self.producer:  # otherwise `source` is a free value or a slice of one
             self.producer[value] = self.producer[source]
         for group in (self.weight_only, self.batch_only):
             if source in group:
@@ -123,10 +125,10 @@ class Reach:
 
     def _add_operation(self, op: Op) -> None:
         reads = [atom for atom in op.reads if isinstance(atom, Value)]
-        is_own = not op.has_effects and not any(value.stack for value in op.results)
-        is_light = is_own and not op.is_heavy
+        may_repeat = not op.has_effects and not any(value.stack for value in op.results)
+        is_light = may_repeat and not op.is_heavy
         is_view = op.name in _VIEWS and all(value in self.weight_only for value in reads)
-        if is_own and op.name == TO_DEVICE:  # if it were kept, it would occupy device memory
+        if may_repeat and op.name == TO_DEVICE:  # a kept copy would occupy device memory
             self.free.update(dict.fromkeys(op.results, op))
             return
         if is_light and (is_view or all(value in self.batch_only or self._is_constant(value) for value in reads)):
@@ -185,7 +187,7 @@ class Reach:
         return True
 
     def reads(self, node: Node) -> Iterator[Value]:
-        """Yield the values that a node reads; a free value is replaced by the values that it is computed from."""
+        """Yield the values that a node reads; values from which a free value is computed replace the free value."""
         worklist: list[Atom] = [] if isinstance(node, Source) else [*node.reads]
         visited = set[Value]()
         while worklist:
@@ -223,7 +225,7 @@ def _stacked(loop: Loop) -> list[tuple[Value, Value]]:
 
 
 _BOUNDS = (Pass.FORWARD, Pass.INPUT)
-"""Passes at whose end values may have to be kept."""
+"""Passes after which values may have to be kept."""
 _INFINITE_CAPACITY = 2**30
 
 
@@ -245,7 +247,7 @@ class _Cut:
 
         self._add_bounds()
         self._add_residuals()
-        # SciPy's capacities are 32-bit integers, and it would add up the capacities of equal edges, which could
+        # Equal edges are merged, because SciPy would add their capacities, which are 32-bit integers and could
         # overflow.
         starts, ends, capacities = np.array(list(dict.fromkeys(self.edges)), np.int64).T
         coordinates = (starts.astype(np.int32), ends.astype(np.int32))  # SciPy 1.14 accepts only 32-bit indices
@@ -254,7 +256,7 @@ class _Cut:
         assert flow.flow_value < _INFINITE_CAPACITY, "an operation fits into no pass"
         residual_network = network - flow.flow
         residual_network.eliminate_zeros()
-        # Vertices reachable from the source are the smallest source side of all minimum cuts. So each node gets its
+        # Vertices reachable from the source form the smallest source side of all minimum cuts. So each node gets its
         # latest pass.
         reachable = set(breadth_first_order(residual_network, 0, return_predecessors=False).tolist())
         return {
@@ -263,15 +265,15 @@ class _Cut:
         }
 
     def _scale(self, capacities: Any) -> Any:
-        # Finite capacities are scaled to a sum of at most about 2**28, below `_INFINITE_CAPACITY`. Each is at least 1
-        # after that, so no residual becomes free.
+        # Scale finite capacities to a sum of at most about 2**28, below `_INFINITE_CAPACITY`. Keep each of them at 1 or
+        # more, so that no residual becomes free.
         finite = capacities < _INFINITE_CAPACITY * 2**20
         unit = max(1, math.ceil(int(capacities[finite].sum()) / 2**28))
         scaled = np.maximum(capacities // unit, np.minimum(capacities, 1))
         return np.where(finite, scaled, _INFINITE_CAPACITY).astype(np.int32)
 
     def _require(self, start: int, end: int) -> None:
-        """Require: if `start` is on the source side, `end` is too."""
+        """Add an edge that puts `end` on the source side if `start` is there."""
         self.edges.append((start, end, _INFINITE_CAPACITY * 2**20))
 
     def _add_bounds(self) -> None:
@@ -312,7 +314,7 @@ class _Cut:
         """Return the last pass in which each operation with effects may run.
 
         A weight pass drops operations whose results nobody reads, so effects run before it. Effects of the forward pass
-        stay there. Recomputed copies of them come after the first operation that reads a cotangent.
+        stay there. Effects after the first read of a cotangent, such as recomputed ones, run in the input pass.
         """
         deadlines: dict[Node, Pass] = {}
         deadline = Pass.FORWARD
@@ -327,7 +329,7 @@ class _Cut:
     def _heavy_chain(self) -> set[Node]:
         """Return the heavy operations that pass a cotangent to other heavy operations.
 
-        They are the input pass of a stage whose input needs no gradient.
+        If the input of a stage needs no gradient, they form its input pass.
         """
         heavy = [node for node in self.nodes if isinstance(node, Op) and node.is_heavy]
         backward = [node for node in heavy if Source.COTANGENT in self.reach.ancestors([node])]

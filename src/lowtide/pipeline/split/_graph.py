@@ -1,8 +1,9 @@
 """A traced function as a graph whose operations can be assigned to passes, also inside loops.
 
-The split of a backward pass assigns every operation to a pass, including those in the body of a `scan`. So calls that
-only group operations (`jit`, `remat`, custom derivatives) are inlined, and a scan becomes a `Loop` whose body is a
-graph. If another pass needs a value from inside a loop, the value is stacked along the loop's axis.
+The split of a backward pass assigns every operation to a pass (`_cut.Pass`), including those in the body of a `scan`.
+So calls that only group operations (`jit`, `remat`, custom derivatives) are inlined, and a scan becomes a `Loop` whose
+body is a list of operations. If another pass needs a value from inside a loop, the loop stacks the value over its
+iterations.
 
 Inlining `remat` keeps its purpose: the recomputed operations appear a second time in the backward pass, where they read
 values that the forward pass saved. The boundary between the passes prevents common subexpression elimination, as the
@@ -24,19 +25,19 @@ from ...jaxprs import Kind, called, eqn_flops, fold, kind_of, runner, scan_count
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Value:
-    """An input of the graph or a result of an operation: an array; inside a loop, one array for each iteration."""
+    """An input of the graph or a result of an operation: an array; inside a loop, one array per iteration."""
 
     aval: Any
     loop: Loop | None = None
     """The innermost loop that contains it."""
     stack: Value | None = None
-    """Inside a loop: the value outside the loop that stacks it over all iterations, if any."""
+    """Inside a loop: the value outside the loop that holds this one for all iterations, if any."""
     left_varying: frozenset[str] | None = None
     """Explicit `varying` for a value that the first half of a split operation saves for the second half."""
 
     @property
     def varying(self) -> frozenset[str]:
-        """Axes of a `shard_map` along which it varies, if the `shard_map` tracks them."""
+        """Axes of a `shard_map` along which the value varies, if the `shard_map` tracks them."""
         return self.aval.manual_axis_type.varying if self.left_varying is None else self.left_varying
 
     @property
@@ -55,7 +56,7 @@ class Value:
 
     @property
     def storage(self) -> Value:
-        """The value that has to be kept so that another pass can read this one."""
+        """The value that has to be kept so that another pass can read this one: its outermost stack, or itself."""
         value = self
         while value.stack is not None:
             value = value.stack
@@ -72,12 +73,12 @@ class Op:
     name: str
     reads: list[Atom]
     outputs: list[Value | None]
-    """Results; None for a result that nobody reads."""
+    """Results; None for a result that no operation reads."""
     run: Callable[..., Sequence[Any]]
-    """Takes the values of `reads`, returns all results."""
+    """Function from the values of `reads` to all results."""
     has_effects: bool = False
     is_heavy: bool = False
-    """Whether it is too expensive to run twice, or to be moved for a few bytes."""
+    """Whether it is too expensive to run twice, or to run in another pass only to save bytes."""
     eqn: Any = None
     """Its equation; None for a constant, and for an operation that the split adds."""
     flops: int = 0
@@ -85,7 +86,7 @@ class Op:
 
     @property
     def results(self) -> list[Value]:
-        """Results that are read."""
+        """Results that operations read."""
         return [value for value in self.outputs if value is not None]
 
 
@@ -112,7 +113,7 @@ class Carry:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Loop:
-    """A `scan`; its body reads outer values directly."""
+    """A `scan`. Its body reads values from outside the loop directly, not as constants of the scan."""
 
     length: int
     reverse: bool
@@ -122,7 +123,7 @@ class Loop:
     body: list[Op | Loop] = dataclasses.field(default_factory=list)
     carries: list[Carry] = dataclasses.field(default_factory=list)
     slices: list[tuple[Atom, Value]] = dataclasses.field(default_factory=list)
-    """Outer arrays that iterations slice, each with its slice."""
+    """Arrays from outside of which each iteration reads a slice, each with the value of the slice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,20 +153,20 @@ def operations(items: Sequence[Op | Loop]) -> Iterator[Op | Carry]:
             yield item
 
 
-def repeated(items: Sequence[Op | Loop], times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yield every operation with the number of times that it runs."""
+def repeated(items: Sequence[Op | Loop], num_runs: int = 1) -> Iterator[tuple[Op, int]]:
+    """Yield every operation with the number of times that it runs, if `items` run `num_runs` times."""
     for item in items:
         if isinstance(item, Loop):
-            yield from repeated(item.body, times * item.length)
+            yield from repeated(item.body, num_runs * item.length)
         else:
-            yield item, times
+            yield item, num_runs
 
 
 def hoist_loop_invariants(items: list[Op | Loop], weight_values: set[Value]) -> None:
     """Move loop-invariant operations on weights out of loops, in place.
 
     Otherwise one copy of their results is kept for each iteration. Operations whose results are larger than their
-    operands stay. The results of the other operations on weights alone are added to `weight_values`.
+    operands stay. Results of the others are added to `weight_values`, also outside of loops.
     """
 
     def size(values: Sequence[Value]) -> int:
@@ -200,13 +201,13 @@ TO_HOST, TO_DEVICE = "to_host", "to_device"
 
 
 class _Reader:
-    """Converts jaxprs into a list of items."""
+    """Converter of jaxprs into items of a graph, which it appends to `items`."""
 
     def __init__(self, items: list[Op | Loop], loop: Loop | None) -> None:
         self.items, self.loop = items, loop
 
     def read(self, jaxpr: Any, inputs: Sequence[Atom]) -> list[Atom]:
-        """Add the operations of a jaxpr with these inputs; return its outputs."""
+        """Append the operations of a jaxpr with these inputs; return its outputs."""
         return fold(jaxpr, inputs, self._add_equation, self._constant)
 
     def _add_equation(self, eqn: Any, reads: list[Atom]) -> Sequence[Atom]:
@@ -229,7 +230,7 @@ class _Reader:
         outputs = [None if isinstance(var, jex.DropVar) else result for var, result in pairs]
         # Naming an axis of a `shard_map` does not count as an effect.
         has_effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-        # A product or similarly expensive, or with operations inside: loop, branch, kernel.
+        # Heavy are products and operations of similar cost, and those that contain operations (loop, branch, kernel).
         is_heavy = eqn.primitive.name in _HEAVY or kind_of(eqn) not in (None, Kind.SCALAR)
         self.items.append(Op(_name(eqn), reads, outputs, runner(eqn), has_effects, is_heavy, eqn, eqn_flops(eqn)))
         return results

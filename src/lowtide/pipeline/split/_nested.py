@@ -1,9 +1,9 @@
 """Split of operations that contain other operations: a `cond` (or `switch`) and a `shard_map`.
 
 JAX differentiates each of them as a whole: one operation of the backward pass computes gradients of input and weights.
-This module replaces it by two operations. The first computes the values that the input gradient needs, and saves the
+This module replaces this operation by two. The first computes the values that the input gradient needs, and saves the
 values that the second reads. The inside of each branch is cut in the same way as a stage. All branches save arrays of
-the same shapes. If a branch does not compute one of them, it saves zeros, as JAX does for residuals.
+the same shapes. A branch that does not compute one of them saves zeros, as JAX does for residuals.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class WholeOp:
 
 
 def split_nested(outer_graph: Graph, sources: list[Source], sinks: list[Sink]) -> list[WholeOp]:
-    """Replace each container operation that contributes to both kinds of gradients by two operations.
+    """Replace operations that contribute to gradients of both input and weights by two operations each, where possible.
 
     Changes the items of `outer_graph` (a stage, or the inside of such an operation) in place. `sources` are the roles
-    of its inputs. Returns the heavy operations (`Op.is_heavy`) that contribute to both and could not be replaced.
+    of its inputs. Returns the heavy operations (`Op.is_heavy`) that contribute to both and stay whole.
     """
     reach = Reach(outer_graph, sources, sinks)
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects]
@@ -73,7 +73,7 @@ def _split_items(
 
 
 def _split_operation(op: Op, reach: Reach, needed: set[Value], live: set[Value]) -> tuple[list[Op], list[WholeOp]]:
-    """Return the operation or its two replacements, and the operations that stay whole: itself, or some inside it."""
+    """Return the operation or its two replacements, and the heavy operations that stay whole: itself or inner ones."""
     # Early results are needed for the input gradient or an effect; late results only for weight gradients.
     early: list[int] = []
     late: list[int] = []
@@ -88,7 +88,7 @@ def _split_operation(op: Op, reach: Reach, needed: set[Value], live: set[Value])
         return [op], [WholeOp(op.eqn, op.flops, source_line(op.eqn))] if op.is_heavy else []
 
     def source(atom: Atom) -> Source:
-        # Every pass has weights, the batch and literals, so reading them late keeps no bytes.
+        # Every pass has weights, the batch and literals, so no bytes are kept if a late operation reads them.
         is_available = not isinstance(atom, Value) or atom in reach.weight_only or atom in reach.batch_only
         return Source.BATCH if is_available else Source.COTANGENT
 
@@ -96,7 +96,7 @@ def _split_operation(op: Op, reach: Reach, needed: set[Value], live: set[Value])
 
 
 _SEPARATE = {"optimization_barrier", "psum", "psum_invariant", "pvary"}
-"""Operations on several arrays, where each result depends on one operand."""
+"""Operations on several arrays in which each result depends on one operand."""
 
 
 def _restrict(op: Op, indices: list[int]) -> Op:
@@ -116,7 +116,7 @@ def _is_read(value: Value | None, read_values: set[Value]) -> bool:
 
 
 class _Branch:
-    """A branch, or the body of a `shard_map`, cut in two."""
+    """A branch of a `cond`, or the body of a `shard_map`, cut into an early and a late half."""
 
     def __init__(self, jaxpr: Any, early: Sequence[int], late: Sequence[int], sources: list[Source]) -> None:
         self.graph = graph(jaxpr if is_closed(jaxpr) else close(jaxpr))
@@ -125,7 +125,7 @@ class _Branch:
         late_sinks = [Sink([outputs[i]], Pass.WEIGHT, is_added=True) for i in late]
         self.whole_ops = split_nested(self.graph, sources, [*sinks, *late_sinks])
         passes, free = assign(self.graph, sources, [*sinks, *late_sinks])
-        # A branch has no total to add gradients to, so those that are computed early are saved for the second half.
+        # A branch has no gradient totals. So weight gradients that are computed early are saved for the second half.
         late_sinks = [dataclasses.replace(sink, is_added=False) for sink in late_sinks]
         self.plan = Plan(self.graph, passes, free, [*sinks, *late_sinks])
         self.saved_values = [
@@ -206,7 +206,7 @@ def _split_in_two(op: Op, early: list[int], late: list[int], sources: list[Sourc
 def _match_saved_arrays(branches: Sequence[_Branch], params: Any) -> tuple[list[_SavedArray], list[list[int]]]:
     """Return the arrays that branches save, and for each branch the positions of its arrays among them.
 
-    Branches share a position where shape, dtype and varying axes agree.
+    Branches share a position if shape, dtype and varying axes agree.
     """
     saved_arrays: list[_SavedArray] = []
     positions: list[list[int]] = []
@@ -234,7 +234,7 @@ def _varying_axes(value: Value, params: Any) -> tuple[str, ...]:
 
 
 def _as_saved_array(value: Any, saved_array: _SavedArray, is_branch: bool) -> Any:
-    """Return the array that a branch saves, or zeros; it is cast so that all branches agree on the varying axes."""
+    """Return the array that a branch saves, or zeros, cast so that all branches agree on the varying axes."""
     value = jnp.zeros(saved_array.shape, saved_array.dtype) if value is None else value
     if not (is_branch and saved_array.varying_axes):
         return value
@@ -255,7 +255,7 @@ def _shard_map_half(
     *,
     is_first: bool,
 ) -> Callable[..., list[Any]]:
-    """Make one half of a `shard_map`; each saved array gets a leading axis with one entry for each device's part."""
+    """Make one half of a `shard_map`; each saved array gets a leading axis, with an entry for each device's part."""
     specs = [PartitionSpec(saved_array.varying_axes or None) for saved_array in saved_arrays]
     ins, outs = ([params[name][i] for i in indices] for name, indices in (("in_specs", reads), ("out_specs", outputs)))
 

@@ -1,8 +1,8 @@
 """Run the operations of one pass, including loop bodies, on the values that earlier passes saved.
 
 If the body of a loop belongs to several passes, the loop runs once in each of them, with the carries of that pass only.
-A loop stacks those values of its iterations that a later pass reads. An `Environment` holds the saved values, by the
-`Value` of the graph.
+A loop stacks those values of its iterations that a later pass reads. An `Environment` maps a `Value` of the graph to
+its array, or to `Rows` or a `Slot` that hold it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._graph import Atom, Carry, Graph, Loop, Op, Value, operations, repeated
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of an array from `begin` on. A loop reads them one by one, so they are never copied out of the array."""
+    """Rows of an array from `begin` on. A loop reads them one by one, so they are not copied as a whole."""
 
     array: Any
     begin: Any
@@ -44,7 +44,7 @@ Slots = Mapping[Value, Slot]
 
 
 class Plan:
-    """Reads, results and saved values of every pass, determined before anything runs."""
+    """Reads, results and saved values of every pass, determined before any pass runs."""
 
     def __init__(
         self, graph: Graph, passes: dict[Op | Carry, Pass], free: dict[Value, Op], sinks: Sequence[Sink]
@@ -53,7 +53,7 @@ class Plan:
         self.producer_passes: dict[Value, Pass] = {}
         self._collect_producers(graph.items)
         self.reads: dict[Value, set[Pass]] = {}
-        """Passes that read a value directly, not through the stack of all iterations."""
+        """Passes that read each value directly, not through the stack of all iterations."""
         for node in operations(graph.items):
             for atom in node.reads if node in self.passes else []:
                 self._mark_read(atom, self.passes[node])
@@ -63,9 +63,9 @@ class Plan:
                 self._mark_read(atom, self.completion_pass(atom) if sink.is_added else sink.deadline)
 
     def completion_pass(self, atom: Atom) -> Pass:
-        """Return the pass after which a weight gradient can be added to its total."""
+        """Return the pass that completes a weight gradient, which is then added to its total."""
         if any(atom is value for value in self.graph.inputs):
-            return Pass.INPUT  # the gradient of a bias can be the cotangent itself
+            return Pass.INPUT  # such as the cotangent, if it is the gradient of a bias
         producer_pass = self.producer_passes.get(atom, Pass.WEIGHT) if isinstance(atom, Value) else Pass.WEIGHT
         return max(producer_pass, Pass.INPUT)
 
@@ -99,7 +99,7 @@ class Plan:
         return any(pass_ > self.producer_passes[value] for pass_ in self.reads.get(value, ()))
 
     def saved_values(self) -> dict[Value, tuple[Pass, Pass]]:
-        """Return the values kept between passes, each with the pass that computes it and its last reader."""
+        """Return the values kept between passes, each with the pass that computes it and its last reading pass."""
         saved: dict[Value, tuple[Pass, Pass]] = {}
         for value, producer_pass in self.producer_passes.items():
             is_outside = value.loop is None or value.stack is None
@@ -112,15 +112,15 @@ class Plan:
         return sum(op.flops * num_runs for op, num_runs in repeated(self.graph.items) if self.passes.get(op) is pass_)
 
     def is_stacked(self, value: Value) -> bool:
-        """Return whether a loop computes a value row by row."""
+        """Return whether a loop computes a value row by row, so that other passes read rows of it."""
         return value.loop is not None or any(computed_value.stack is value for computed_value in self.producer_passes)
 
     def run(self, pass_: Pass, env: Environment, buffers: Buffers, saved_slots: Slots, totals: Slots) -> None:
         """Run a pass; add the values that it computes to `env`, and replace the buffers that it changes.
 
         `env` maps graph inputs and values of earlier passes to arrays, `Rows` or a `Slot`. `saved_slots` are the slots
-        of values that later passes read; a value without one stays in `env`. A loop adds stacked gradients to `totals`
-        (`can_accumulate_rows`).
+        of values that later passes read; a value without one stays in `env`. `totals` maps gradients to slots to which
+        a loop adds their rows (`can_accumulate_rows`).
         """
         runner = _Runner(self, pass_, buffers, saved_slots, totals)
         runner.run_items(self.graph.items, [env])
@@ -129,7 +129,7 @@ class Plan:
                 buffers[slot.buffer] = put(buffers[slot.buffer], runner.read(value, [env]), slot.begin)
 
     def read(self, atom: Atom, env: Environment, buffers: Buffers) -> Any:
-        """Read a result after the pass that computes it."""
+        """Return a result, after the pass that computes it."""
         return _Runner(self, Pass.WEIGHT, buffers, {}, {}).read(atom, [env])
 
     def can_accumulate_rows(self, atom: Atom) -> bool:
@@ -151,7 +151,7 @@ def _all_reads(items: Sequence[Op | Carry | Loop]) -> Iterator[list[Atom]]:
 
 
 class _Runner:
-    """State of one running pass; environments are ordered from the outermost loop to the innermost."""
+    """State of one running pass. Lists of environments begin with the outermost loop and end with the innermost."""
 
     def __init__(self, plan: Plan, pass_: Pass, buffers: Buffers, saved_slots: Slots, totals: Slots) -> None:
         self.plan, self.pass_, self.buffers, self.saved_slots, self.totals = plan, pass_, buffers, saved_slots, totals
@@ -201,13 +201,13 @@ class _Runner:
         entering_values, leaving_values = self._entering_values(loop), self._leaving_values(loop)
         if not carries and not leaving_values:
             return
-        for value in self.plan.free:  # otherwise every iteration would compute it
+        for value in self.plan.free:  # compute free values once, not in every iteration
             if value.loop is loop.loop and self.pass_ in self.plan.reads.get(value, ()) and self._can_read(value, envs):
                 self.read(value, envs)
         stored_values = {value: self._lookup(outer, envs) for value, outer in entering_values.items()}
         rows = {value: stored for value, stored in stored_values.items() if isinstance(stored, Rows | Slot)}
         sliced_values = {value: stored for value, stored in stored_values.items() if value not in rows}
-        # The outermost loop writes to slots. An inner loop only stacks its values.
+        # Only the outermost loop writes to slots. An inner loop stacks its values.
         own_slots = self.saved_slots if loop.loop is None else {}
         slots = {value: slot for value in leaving_values if (slot := own_slots.get(value.stack or value)) is not None}
         total_slots = {
@@ -253,7 +253,7 @@ class _Runner:
         envs[-1].update((value.stack or value, slot) for value, slot in slots.items())
 
     def _lookup(self, value: Value | jex.Literal, envs: Sequence[Environment]) -> Any:
-        """Return a value to slice: its array, or its `Rows` or `Slot` if the rows can be read one by one."""
+        """Return the array of a value that a loop slices, or its `Rows` or `Slot` if rows can be read one by one."""
         for env in reversed(envs):
             if value in env:
                 stored = env[value]
@@ -262,7 +262,7 @@ class _Runner:
         return self.read(value, envs)
 
     def _entering_values(self, loop: Loop) -> dict[Value, Any]:
-        """Return the values that the body reads from outside: slices, and its own values that earlier passes saved.
+        """Return the values that the body reads from outside: slices, and values of the body that earlier passes saved.
 
         Keys are values of the body. Each maps to the value outside that holds it, such as its stack.
         """
@@ -299,7 +299,7 @@ def _is_within(inner: Loop | None, outer: Loop) -> bool:
 
 
 def _as_carry(value: Any, like: Value) -> Any:
-    """Convert a value to the type of a carry; literals can have another type."""
+    """Convert a value to an array with the dtype of a carry; a literal can have another type."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value, like.aval.dtype)
 
 
@@ -309,26 +309,26 @@ def at(array: Any, index: Any) -> Any:
 
 
 def entry(buffer: Any, index: Any) -> Any:
-    """Copy an entry of a buffer that passes change."""
+    """Copy an entry of a buffer that passes change, in the layout of `put`."""
     return _fix_layout(at(buffer, index))
 
 
 def put(buffer: Any, value: Any, index: Any) -> Any:
-    """Return the buffer with one entry replaced."""
+    """Return the buffer with one entry replaced, in a fixed layout."""
     return lax.dynamic_update_index_in_dim(buffer, _fix_layout(value), index, 0)
 
 
 def _fix_layout(value: Any) -> Any:
     """Fix the layout of an entry for all readers. Otherwise the compiler may transpose the whole buffer for one reader.
 
-    On a mesh with sharded axes only the TPU compiler keeps such an array sharded; others gather it first (jaxlib
-    0.10.2). Compiled for an H100, this caused 11 gathers and 104.4 MB of temporaries, versus 0 and 94.9 MB without a
-    layout. On a TPU the layout saves bytes: 16.2 MB versus 17.8 MB.
+    On a mesh with sharded axes, the layout is fixed only on TPUs. Compilers for other platforms gather a sharded array
+    before they fix its layout (jaxlib 0.10.2). Compiled for an H100, this caused 11 gathers and 104.4 MB of
+    temporaries, versus 0 and 94.9 MB without a layout. On a TPU the layout saves bytes: 16.2 MB versus 17.8 MB.
     """
     if value.ndim < 2 or not value.size or not jnp.issubdtype(value.dtype, jnp.number):
         return value
     # This layout has the smallest padding on a TPU. Axes of size 1 are tiled only if fewer than two axes are longer:
-    # one-row tiles are for arguments, and XLA computes in larger tiles.
+    # XLA has one-row tiles for arguments, but computes in larger tiles.
     long = [axis for axis, size in enumerate(value.shape) if size > 1]
     axes = long if len(long) > 1 else range(value.ndim)
     inner = [axes[index] for index in tile_axes([value.shape[axis] for axis in axes], value.dtype)]

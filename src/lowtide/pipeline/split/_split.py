@@ -32,14 +32,14 @@ class Leaves:
     values: list[Any]
 
     def env(self, arrays: Tree) -> Environment:
-        """Return the arrays by their graph values."""
+        """Return the arrays of a tree with this structure, by the graph values of its leaves."""
         leaves = self.tree.flatten_up_to(arrays)
         return {value: leaf for value, leaf in zip(self.values, leaves, strict=True) if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TracedSplit:
-    """The passes of a stage for arguments of given shapes, and the graph values of its arguments and results."""
+    """The passes of a stage for given shapes, and the graph values of its input `x`, output `y` and gradients."""
 
     plan: Plan
     """Assignment of operations to passes."""
@@ -60,7 +60,7 @@ class TracedSplit:
 
     @property
     def hoisted(self) -> list[Value]:
-        """Values that depend on the weights alone and that other passes read."""
+        """Values that depend on the weights alone and that passes of each microbatch read."""
         return [value for (producer, _), values in self.kept.items() for value in values if producer is Pass.HOISTED]
 
     def hoist(self, weights: Tree) -> tuple[Any, ...]:
@@ -77,12 +77,12 @@ class TracedSplit:
             **self.extras.env(extras),
         }
 
-    def gradients(self, at: Pass) -> list[tuple[int, Any]]:
-        """List the weight gradients that a pass completes: their positions and atoms."""
-        return [(i, atom) for i, atom in enumerate(self.dweights) if self.plan.completion_pass(atom) is at]
+    def gradients(self, pass_: Pass) -> list[tuple[int, Any]]:
+        """List the weight gradients that a pass completes: their positions in `dweights`, and their atoms."""
+        return [(i, atom) for i, atom in enumerate(self.dweights) if self.plan.completion_pass(atom) is pass_]
 
     def read(self, results: Leaves, env: Environment, buffers: Buffers) -> Tree:
-        """Read `y` or `dx` after the pass that computes it."""
+        """Return the arrays of `y` or `dx` (`results`) as a tree, after the pass that computes them."""
         return results.tree.unflatten(
             [None if atom is None else jnp.asarray(self.plan.read(atom, env, buffers)) for atom in results.values]
         )
@@ -98,9 +98,9 @@ def trace_split(
 ) -> TracedSplit:
     """Trace ``stage(weights, x, *extras) -> y`` and split its backward pass, for arrays or shapes.
 
-    `trainable` and `frozen` are the halves of the weights; inexact leaves of `x` have gradients, too. `rewrite` maps
-    the jaxpr of forward and backward pass to the one that is split; inputs and outputs stay the same. Raises
-    `StructureError` when the stage returns no floating-point array.
+    `trainable` and `frozen` are the two halves of a partition of the weights. Inexact leaves of `x` have gradients,
+    too. `rewrite` replaces the jaxpr of the forward and backward pass before the split, and keeps its inputs and
+    outputs. Raises `StructureError` when the stage returns no floating-point array.
     """
     trainable, frozen, x, extras = jax.tree.map(_shape, (trainable, frozen, x, extras))
     weights = combine(trainable, frozen)
@@ -144,7 +144,7 @@ def trace_split(
     kinds = (Source.WEIGHT, Source.ACTIVATION, Source.BATCH, Source.COTANGENT)
     groups = (weights_values, x_values, extras_values, dy_values)
     sources = [kind for kind, values in zip(kinds, groups, strict=True) for _ in values]
-    # A weight gradient may be computed in any backward pass: it is added to its total at once and never kept.
+    # A weight gradient may be computed in I or W: it is added to its total at once and never kept.
     sinks = [Sink([atom], Pass.FORWARD) for atom in y_atoms]
     sinks += [Sink([atom], Pass.INPUT) for atom in jax.tree.leaves(dx_atoms)]
     sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in dweight_atoms]
@@ -167,7 +167,7 @@ def trace_split(
 
 
 def replace_leaves(tree: Tree, replacements: Tree) -> Tree:
-    """Replace leaves of a tree by those of `replacements`, except where these are None."""
+    """Replace leaves of a tree by those of `replacements`; None keeps a leaf."""
     return jax.tree.map(lambda old, new: old if new is None else new, tree, replacements)
 
 
@@ -192,8 +192,8 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 # together. They compare passes with each other and do not predict time.
 #
 # An operation stays whole if it contributes to the input gradient and to weight gradients, and nothing shows which part
-# of its work belongs to which: a kernel, a `while` loop, a branch with an effect. Its work for weights then runs in the
-# input pass. A zero-bubble schedule lacks this work in the weight pass, where it would fill the bubble.
+# of its work belongs to which: a kernel, a `while` loop, a branch with an effect. Its work for weight gradients then
+# runs in the input pass. So the weight pass of a zero-bubble schedule has less work with which to fill the bubble.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,8 +205,8 @@ class Unsplit:
     where: str
     """Source line of the operation; empty if unknown."""
     flops: int | None
-    """FLOPs of the operation; for an effect, FLOPs of the products that it waits for. None for calls of foreign code,
-    whose FLOPs are unknown."""
+    """FLOPs of the operation for one microbatch; for an effect, FLOPs of the products that it needs. None for calls of
+    foreign code, whose FLOPs are unknown."""
     share: float | None
     """Share of the FLOPs of the backward pass, from 0 to 1; None if unknown."""
     hint: str
@@ -220,7 +220,7 @@ class PassFlops:
     forward: int
     """FLOPs of F."""
     input: int
-    """FLOPs of I: the input gradient, its recomputation, and other work that is not delayed to W."""
+    """FLOPs of I: the input gradient, recomputation for it, and other work that is not delayed to W."""
     weight: int
     """FLOPs of W: products for weight gradients; 0 if no matrix has a gradient."""
     unsplit: tuple[Unsplit, ...] = ()
@@ -256,7 +256,7 @@ def _pass_flops(plan: Plan, sources: list[Source], sinks: list[Sink], whole_ops:
 
 
 def _early_effects(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tuple[str, str, str, int | None]]:
-    """Return entries of effects that need products, which nothing else in the input pass needs."""
+    """Return an entry for each effect that needs products in the input pass which nothing else there needs."""
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects and op.eqn is not None]
     if not effects:
         return []
