@@ -1,8 +1,8 @@
 """The pytest plugin of Lowtide: marker, fixture and option, which `lowtide.testing` implements.
 
 pytest imports this module in every run of its environment. A module inside `lowtide` would import JAX before a conftest
-can set the variables that JAX reads at its import. So this one is outside the package and imports only pytest. The
-first test that uses the marker or the fixture imports `lowtide.testing`.
+can set the environment variables that JAX reads at its import. So this module is outside the package and imports only
+pytest. The first test that uses the marker or the fixture imports `lowtide.testing`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Read the marker; fail the test for invalid arguments, and skip it if an optional target has no compiler.
 
-    It runs after pytest's own skipping, so a skipped test needs no compiler, and before fixtures, which read the limit.
+    This hook runs after pytest's own skipping, so a skipped test needs no compiler, and before fixtures read the limit.
     """
     marker = _marker(item)
     if marker is None:
@@ -63,17 +63,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _marker(item: pytest.Item) -> Any:
-    """Return the marker of a test's parameters (``pytest.param(..., marks=...)``), else the closest one; None without.
-
-    For pytest's `get_closest_marker`, the marker of the function is closer than that of one of its parameters.
-    """
+    """Return the test's marker or None; unlike `get_closest_marker`, prefer one of ``pytest.param(..., marks=...)``."""
     marks: list[Any] = [mark for mark in getattr(getattr(item, "callspec", None), "marks", ()) if mark.name == MARKER]
     return marks[-1] if marks else item.get_closest_marker(MARKER)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Fail a marked test that measured nothing, because its limit had no effect; runs after the test itself."""
+    """Fail a marked test that measured nothing, because its limit had no effect; this runs after the test itself."""
     if _LIMIT not in item.stash:
         return
     meter = item.stash.get(_METER, None)
@@ -104,7 +101,7 @@ def device_memory(request: pytest.FixtureRequest) -> DeviceMemory:
 
 
 class _Summary:
-    """Summary of snapshots that tests wrote, also in worker processes. Mutable: reports add some."""
+    """Summary of the snapshots that tests wrote, also in worker processes; mutable: test reports add entries."""
 
     def __init__(self) -> None:
         self.written = list[str]()

@@ -284,6 +284,8 @@ def test_leaves_and_sizes_that_divide_nothing_are_refused() -> None:
     for place in (rules.batch, rules.batch_shapes):
         with pytest.raises(SelectionError, match=r"context_leaves 'words' selects no leaf(.|\n)*tokens(.|\n)*hint:"):
             place({"tokens": np.zeros((2, 16), np.int32)})
+        with pytest.raises(DataError, match=r"batch leaf words holds no numbers"):
+            place({"words": np.full((2, 16), "a")})
     with pytest.raises(
         ConfigError, match=r"make_mesh: context must be an integer .*, not '4'\nhint: use 1 or more, or -1"
     ):

@@ -360,6 +360,14 @@ def test_two_optimizers_are_no_duplicates() -> None:
     assert rules_of(step, *args, donate_argnums=(0, 1)) == []
 
 
+def sharding(*spec: str | None) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices()[:8]), ("data",)), PartitionSpec(*spec))
+
+
+def sharded_columns(dtype: Any) -> Any:
+    return {key: shape(1024, 1024, dtype=dtype, sharding=sharding(None, "data")) for key in WIDE}
+
+
 def test_gradients_of_all_microbatches_at_once() -> None:
     def gradient(params: Any, x: Any) -> Any:
         return jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["one"]) @ p["two"]) ** 2))(params)
@@ -378,6 +386,10 @@ def test_gradients_of_all_microbatches_at_once() -> None:
     assert {(f.rule, f.path) for f in found} == {("stacked-gradients", f"params/{key}") for key in WIDE}
     assert {f.num_bytes for f in found} == {7 * 512 * 512 * 4}
     assert rules_of(carried, *args, donate_argnums=0) == []
+
+    params, xs = sharded_columns(jnp.float32), shape(8, 64, 1024, sharding=sharding(None, "data"))
+    stacks = {f.path: f.num_bytes for f in lint(stacked, params, xs, target="cpu", donate_argnums=0)}
+    assert stacks == {f"params/{key}": 7 * 1024 * 1024 * 4 // 8 for key in WIDE}  # on each of 8 devices
 
     def listed(params: Any, xs: Any) -> Any:
         grads = [gradient(params, x) for x in xs]
@@ -400,6 +412,9 @@ def test_a_gradient_of_a_wider_dtype_is_no_stack() -> None:
 
     half = jax.tree.map(lambda leaf: shape(*leaf.shape, dtype=jnp.bfloat16), WIDE)
     assert "stacked-gradients" not in rules_of(clipped, half, shape(64, 512), donate_argnums=0)
+    # Each device holds the gradient of its shard, in bfloat16 and in float32.
+    args = sharded_columns(jnp.bfloat16), shape(64, 1024, sharding=sharding("data"))
+    assert "stacked-gradients" not in rules_of(clipped, *args, donate_argnums=0)
 
 
 @pytest.mark.parametrize("chunks", [1, 8])

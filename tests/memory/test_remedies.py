@@ -15,8 +15,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lowtide.core import OutOfMemoryError
-from lowtide.memory import Remedy, analyze, explain_oom, remedies, target
+from lowtide.core import OutOfMemoryError, TargetError
+from lowtide.memory import Remedy, analyze, compile, explain_oom, remedies, target
 from lowtide.optim import low_precision
 
 GIB = 2**30
@@ -181,6 +181,9 @@ def test_a_remedy_says_where_its_figure_comes_from() -> None:
     assert str(estimated) == "recompute: recompute it, saves about 1.00 GiB (estimated)"
     compiled = Remedy(kind="donate", action="donate it", estimated_bytes=GIB, compiled_bytes=2 * GIB)
     assert str(compiled) == "donate: donate it, saves 2.00 GiB (compiled)"
+    for low, text in ((0, "up to 1.00 GiB"), (GIB // 2, "512.00 MiB to 1.00 GiB"), (GIB, "about 1.00 GiB")):
+        ranged = Remedy(kind="donate", action="donate it", estimated_bytes=GIB, range_bytes=(low, GIB))
+        assert str(ranged) == f"donate: donate it, saves {text} (estimated)"
 
 
 # --- explain_oom ---------------------------------------------------------------------------------------------------
@@ -234,11 +237,38 @@ def test_a_failure_to_allocate_is_explained() -> None:
     assert isinstance(error, MemoryError)
 
 
+def test_donations_of_an_explanation_save_at_most_what_it_says() -> None:
+    """Nothing is compiled for an explanation. XLA may copy a donated array whose old values are read later."""
+    tx = optax.adam(1e-3)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"a": jnp.ones((128, 128)), "b": jnp.ones((128, 128))}
+    args = params, tx.init(params), jnp.ones((512, 128))
+    with pytest.raises(OutOfMemoryError) as caught, explain_oom():
+        jax.block_until_ready(jax.jit(step)(*args))
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+    found = {remedy.action: remedy for remedy in caught.value.remedies if remedy.kind == "donate"}
+    copies = {"params": 2 * 4 * 128 * 128, "state": 4 * 4 * 128 * 128 + 4}
+    assert set(found) == {f"donate argument {name!r} ({name})" for name in copies}
+    for position, (name, copy) in enumerate(copies.items()):
+        remedy = found[f"donate argument {name!r} ({name})"]
+        donated = compile(step, *args, donate_argnums=position).report().device_bytes
+        saved = caught.value.report.device_bytes - donated
+        assert remedy.range_bytes == (0, copy)
+        assert copy / 2 <= saved <= copy
+
+
 def test_other_errors_and_successes_pass_through() -> None:
     with explain_oom():
         assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
     with pytest.raises(ZeroDivisionError), explain_oom():
         _ = 1 // 0
+    with pytest.raises(TargetError, match="v5z"), explain_oom(target="v5z"):
+        pytest.fail("an unknown target is an error before the block runs")
 
 
 def test_a_program_compiled_before_the_block_is_said_to_be_unknown() -> None:
@@ -320,7 +350,8 @@ def test_a_jitted_step_is_donated_with_all_that_it_was_jitted_with() -> None:
 def test_one_buffer_serves_one_output() -> None:
     x = shape(512, 512)
     found = {r.kind: r for r in remedies(lambda x, y: (x + 1, x + 2, y, y), x, x, verify=False)}
-    assert found["donate"].estimated_bytes == 512 * 512 * 4
+    assert found["donate"].range_bytes == (0, 512 * 512 * 4)
+    assert "saves up to 1.00 MiB (estimated)" in str(found["donate"])
     assert found["returned-unchanged"].estimated_bytes == 2 * 512 * 512 * 4
 
 

@@ -8,16 +8,20 @@ import math
 import os
 import random
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import pytest
 
 from lowtide.core import ConfigError, LowtideError, ModelFileError, parse_json
 from lowtide.models import DecoderConfig, RopeScaling
+from lowtide.models._config import Activation
 from lowtide.models._config_file import config_from_hf, config_to_hf
-from lowtide.models._decoder import parameter_shapes
+from lowtide.models._decoder import _ACTIVATIONS, parameter_shapes
 from lowtide.models._rope import frequencies
+from lowtide.models._schema import ConfigFile, config_schema
+from lowtide.models.families import FAMILIES
+from lowtide.models.families._registry import ACTIVATIONS
 
 from ..integration.test_damaged_files import mutate_json
 from .kinds import KINDS
@@ -60,6 +64,7 @@ def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> N
         ("llama", {"attn_logit_softcapping": 5.0}, "'attn_logit_softcapping'"),
         ("llama", {"query_pre_attn_scalar": 5}, "'query_pre_attn_scalar'"),
         ("llama", {"num_experts": 4}, "'num_experts'"),
+        ("llama", {"resid_pdrop": 0.1}, "'resid_pdrop'"),
         ("qwen2", {"clip_qkv": 8.0}, "'clip_qkv'"),
         ("gemma2", {"hidden_activation": "relu"}, "'hidden_activation'"),
         ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar must be a number, not null"),
@@ -83,6 +88,45 @@ def test_what_would_change_the_mathematics_is_refused_by_name(kind: str, changes
 
 
 @pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 0.0}),
+        ("gemma3_text", {"_sliding_window_pattern": "6"}),
+        ("phi3", {"resid_pdrop": 1.0}),
+        ("llama", {"num_experts": "four"}),  # a field of other families
+    ],
+)
+def test_fields_of_families_have_types_and_ranges(kind: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelFileError, match=f"config.json: {next(iter(changes))} has an unusable value"):
+        config_from_hf({**FILES[kind], **changes}, "config.json")
+
+
+def test_one_schema_fits_the_fields_of_all_families() -> None:
+    types: dict[str, Any] = {}
+    names = {field.alias or name for name, field in config_schema().model_fields.items()}
+    for family in FAMILIES.values():
+        for name, field_type in family.field_types.items():
+            assert types.setdefault(name, field_type) == field_type, f"{family.model_type}: another type of {name}"
+        assert {*family.fields.values(), *family.stored} <= family.known <= names
+    assert not types.keys() & ConfigFile.model_fields.keys()  # a family must not change the type of a common field
+
+
+@pytest.mark.parametrize("old_name", ["su", "yarn"])
+def test_older_names_of_a_familys_rotary_scaling_are_read(old_name: str) -> None:
+    file = {**FILES["phi3"], "rope_scaling": {**FILES["phi3"]["rope_scaling"], "rope_type": old_name}}
+    assert config_from_hf(file, "config.json") == config_from_hf(FILES["phi3"], "config.json")
+    with pytest.raises(ModelFileError, match="hint: choose another model"):  # Qwen 3 has no such older names
+        config_from_hf({**FILES["qwen3"], "rope_scaling": file["rope_scaling"]}, "config.json")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("llama", "attention_dropout"), ("phi3", "embd_pdrop")])
+def test_dropout_rates_of_a_file_are_not_applied_with_a_warning(kind: str, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name} 0.1 is not applied; training uses no dropout"):
+        config = config_from_hf({**FILES[kind], name: 0.1}, "config.json")
+    assert config == config_from_hf(FILES[kind], "config.json")
+
+
+@pytest.mark.parametrize(
     ("kind", "more"),
     [
         ("phi3", {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),  # all that Microsoft published
@@ -102,6 +146,24 @@ def test_a_cap_that_transformers_stores_and_does_not_apply_changes_nothing_and_i
         ConfigError, match="a config.json of Gemma3ForCausalLM cannot express attention_soft_cap = 6.0, only None"
     ):
         config_to_hf(dataclasses.replace(KINDS["gemma3_text"], attention_soft_cap=6.0), "float32")
+
+
+def test_a_wrong_value_of_a_configuration_in_python_is_one_error() -> None:
+    cases: list[tuple[str, Any, str]] = [
+        ("activation", "gelu_pytorch_tanh", '"silu", "gelu" or "gelu_tanh"(.|\n)*hint: did you mean "gelu_tanh"\\?'),
+        ("activation", None, '"silu", "gelu" or "gelu_tanh", not None'),
+        ("qk_norm", "heads", '"none", "head" or "width", not \'heads\'(.|\n)*hint: did you mean "head"\\?'),
+        ("qk_norm", True, '"none", "head" or "width", not True'),
+        ("attention_soft_cap", 0, "a finite number above 0, not 0"),
+        ("rms_norm_eps", -1e-5, "a finite number above 0"),
+    ]
+    for name, value, message in cases:
+        with pytest.raises(ConfigError, match=f"{name} must be {message}"):
+            dataclasses.replace(KINDS["llama"], **{name: value})
+
+
+def test_every_activation_has_a_function_and_a_name_in_files() -> None:
+    assert get_args(Activation) == tuple(_ACTIVATIONS) == tuple(ACTIVATIONS)
 
 
 def test_what_a_file_leaves_out_is_its_familys_default() -> None:

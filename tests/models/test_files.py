@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lowtide import lora
-from lowtide.core import ConfigError, ModelFileError, OutputError, StructureError
+from lowtide.core import ConfigError, ModelFileError, OutputError, StateError, StructureError
 from lowtide.models import (
     DecoderConfig,
     RopeScaling,
@@ -211,6 +211,15 @@ def test_adapters_are_not_saved_as_a_model(model, tmp_path):
         match=r"do not match the model's configuration(.|\n)*hint: dequantise weights(.|\n)*merge",
     ):
         save(adapted, tmp_path)
+
+
+def test_weights_that_a_trainer_consumed_are_not_saved(model, tmp_path):
+    adapted = lora.add(model, lora.Config(rank=2), key=jax.random.key(0))
+    model.outer["embed"]["weight"].delete()  # as a donating function does
+    for write, tree in ((save, model), (lora.save, adapted)):
+        with pytest.raises(StateError, match=r"outer/embed/weight was consumed by another trainer(.|\n)*hint: use the"):
+            write(tree, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unwritable_folder_is_named(model, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import ConfigError
 from lowtide.models import RopeScaling, generate, init, loss
-from lowtide.ops import _attention, attention_implementation
+from lowtide.ops import _cudnn, attention_implementation
 from tests.models.tiny_llama import CONFIG, KEY, LOGITS, LOSS, make_batch, make_model
 
 
@@ -90,7 +90,7 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
         lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), jax.random.key(0)
     )
     cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(_attention, "has_cudnn", lambda: True)
+    monkeypatch.setattr(_cudnn, "has_cudnn", lambda: True)
 
     def chosen(dtype, capability, head_dim=8):
         gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
@@ -102,7 +102,7 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
     assert chosen("bfloat16", "7.5") == chosen("bfloat16", "gfx942") == "blocks"
     with jax.default_device(cpu):
         assert chosen("bfloat16", "9.0") == "blocks"
-    monkeypatch.setattr(_attention, "has_cudnn", lambda: False)
+    monkeypatch.setattr(_cudnn, "has_cudnn", lambda: False)
     assert chosen("bfloat16", "9.0") == "blocks"
     report = lt.memory.analyze(lambda m, b: loss(m, b)[0], model, make_batch(), target="v5e:2x2")
     assert report.target.platform == "tpu"

@@ -1,8 +1,8 @@
-"""Agreement, failure detection and fingerprints of weights, for the processes of one run.
+"""Communication of the processes of a run: agreement, failure detection and fingerprints of weights.
 
-All processes run the same program in the same order. So they compare their inputs before a run and end it at the same
-step. When one fails, the others would wait for it forever; instead they report the failure and exit. If one dies
-without raising, JAX (``heartbeat_timeout_seconds``) lets collectives fail, or ends the process.
+All processes have to run the same program in the same order. So they compare their inputs before a run, and end it at
+the same step. If one raises, the others report that and exit; otherwise they would wait for it forever. If one dies
+without raising, JAX makes the collectives of the others fail or ends them (``heartbeat_timeout_seconds``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _START_ALIKE = "start all processes with the same code, arguments, data and fold
 
 
 def call_on_first(make: Callable[[], Any]) -> Any:
-    """Call a function in the first process only, such as one that makes a folder, and return its result in all.
+    """Call a function in the first process only, for example to make a folder, and return its result in all processes.
 
     `make` returns a value that JSON can represent. If it raises or takes too long, other processes raise `StateError`.
     """
@@ -80,7 +80,7 @@ def call_on_first(make: Callable[[], Any]) -> Any:
 
 
 def check_equal(what: str, text: str) -> None:
-    """Raise `ConfigError` unless all processes pass the same text in time; `what` names it in the message."""
+    """Raise `ConfigError` unless all processes pass the same text in time; `what` describes the text in the message."""
     if jax.process_count() == 1:
         return
     for index, reply in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, _WAIT_SECONDS)):
@@ -91,7 +91,7 @@ def check_equal(what: str, text: str) -> None:
 
 
 def any_process(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
-    """Return whether something happened in any process, or one does not answer; all processes have to call this."""
+    """Return whether `happened` is True, or an answer missing, for any process; all processes have to call this."""
     if jax.process_count() == 1:
         return happened
     replies = exchange(f"lowtide/any/{next(_TOPICS)}", json.dumps(happened), timeout_seconds)
@@ -99,7 +99,7 @@ def any_process(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
 
 
 def check_shared_folder(processes: Processes, folder: Path) -> None:
-    """Raise `ConfigError` unless all processes see the same folder: they would wait forever for one another's files."""
+    """Raise `ConfigError` unless all processes see the same folder; they would wait forever for one another's files."""
     if processes.count == 1:
         return
 
@@ -128,7 +128,7 @@ def _wait_for_file(path: Path) -> bool:
 
 
 class Processes:
-    """Mutable state of the processes of a run. A single one never waits; several require `rules` (`ConfigError`)."""
+    """Communication of a run's processes; mutable. One process never waits; several require `rules` (`ConfigError`)."""
 
     def __init__(self, rules: ShardingRules | None) -> None:
         self._rules: Any = rules
@@ -150,7 +150,7 @@ class Processes:
         self._max: Any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
 
     def agree(self, **facts: Any) -> None:
-        """Raise `ConfigError` unless all processes pass the same facts, `StateError` where one does not answer."""
+        """Raise `ConfigError` unless all processes pass the same facts, or `StateError` if one does not answer."""
         if self.count > 1:
             self._compare(self._exchange(facts), facts)
 
@@ -172,8 +172,8 @@ class Processes:
     def agree_on_batch(self, batch: Tree) -> None:
         """Raise unless all processes have batches of the same shapes; each set of shapes is compared once.
 
-        Without `local_batches`, the contents are compared, too. If other processes have compared their own shapes
-        before, they do not take part, and this one raises `StateError`.
+        Without `local_batches`, the contents are compared, too. If the other processes already compared such shapes in
+        an earlier call, they do not answer, and this process raises `StateError`.
         """
         if self.count > 1:
             shapes = tuple(
@@ -195,7 +195,7 @@ class Processes:
             self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
-        """Yield batches until `ending_together` ends the loop in any process; raise where one has more than another."""
+        """Yield batches until `ending_together` ends the loop in any process; raise if a process has fewer batches."""
         for number, batch in enumerate(data):
             # The first batch is always yielded, because means over no batch would raise.
             self.has_left = self._should_leave(f"{number} or more") and number > 0
@@ -239,13 +239,13 @@ class Processes:
         return [json.loads(text) for text in replies if text is not None]
 
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
-        """Return the positions of all data iterators by shard; only one where every process reads whole batches."""
+        """Return the shard and position of each process's data iterator; a single entry if all read whole batches."""
         if self.count == 1 or not self._rules.local_batches:
             return [{"shard": None, "position": mine}]
         return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
-        """Select this process's position; if none fits, return the first, with ``num_processes`` (their number)."""
+        """Return this shard's position, or the first with ``num_processes`` (the number of positions) if none fits."""
         is_local = self.count > 1 and self._rules.local_batches
         shard = list(self._rules.data_shard) if is_local else None
         for entry in saved:
@@ -255,7 +255,7 @@ class Processes:
         return None if first is None else {**first, "num_processes": len(saved)}
 
     def any(self, happened: bool) -> bool:
-        """Return whether something happened in any process; all processes have to call this."""
+        """Return whether `happened` is True in any process; all processes have to call this."""
         return happened if self.count == 1 else any_process(happened, self._rules.timeout_seconds)
 
     def min_over_processes(self, number: int | None) -> int | None:
@@ -274,10 +274,10 @@ class Processes:
         return results
 
     def max_action(self, action: int) -> Any:
-        """Return the highest action that any process requests, as an array; a single process gets its number."""
+        """Return the highest action that any process requests, as an array; a single process gets `action` itself."""
         if self.count == 1:
             return action
-        # The maximum is a collective that is dispatched like a step. The host reads it later, so it does not wait here.
+        # The maximum is a collective, dispatched like a step. This call does not wait: the host reads the result later.
         mesh = self._rules.mesh
         sharding = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
         local_actions = np.full(self._num_devices, action, np.int32)
@@ -325,7 +325,7 @@ class Processes:
 
 
 def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lambda model: model) -> Any:
-    """Check that all processes have the same model, and place it; `arrange` applies to pytrees, not to objects."""
+    """Check that all processes have the same model, and put it on the mesh; a pytree is first passed to `arrange`."""
     processes = Processes(rules)
     if not isinstance(model, ModelObject):
         processes.agree_on_values(model)
@@ -350,7 +350,7 @@ def _digest_batch(batch: Tree) -> str:
 
 
 def _first_difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
-    """Return the first entries in which two lists differ, with their index; for other values the two values."""
+    """Return the index, as text, and both values of the first difference of two lists; other values whole."""
     if not (isinstance(expected, list) and isinstance(got, list)):
         return "", expected, got
     for index, (a, b) in enumerate(zip(expected, got, strict=False)):
@@ -360,15 +360,15 @@ def _first_difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
 
 
 # --- fingerprints of the weights that a run is based on --------------------------------------------------------------
-# Adapters are noise over another base than the one they were trained on, and shapes do not reveal the difference. Two
-# models differ in nearly all of their weights, so a grid of samples of every leaf distinguishes them. Sampling is cheap
-# even where leaves are sharded or in host memory.
+# An adapter is useless on a base other than its own, and shapes do not reveal the difference. Two models differ in
+# nearly all of their weights, so samples on a grid in every leaf distinguish them. Sampling is cheap even if leaves are
+# sharded or in host memory.
 
 
 def fingerprint(tree: Tree, arrangement: Sequence[int] | None = None) -> str:
     """Return a hash of the paths, shapes, dtypes and samples of all leaves, as 16 hexadecimal digits.
 
-    `arrangement` is the layer of every row below ``layers``, -1 for padding; the hash is that of the model's order.
+    `arrangement` lists the layer of each row below ``layers``, -1 for padding. The hash does not depend on this order.
     """
     digest = hashlib.sha256()
     for path, leaf in leaves_with_paths(tree):
@@ -395,7 +395,7 @@ def _sample_leaf(leaf: Any, rows: Sequence[int]) -> np.ndarray:
 
 
 def _is_host_readable(sharding: jax.sharding.Sharding) -> bool:
-    """Return whether NumPy reads the arrays in place, which saves a compilation for every shape."""
+    """Return whether NumPy can read arrays of this sharding in place, which saves a compilation for every shape."""
     devices = sharding.device_set
     return on_host(sharding) or (len(devices) == 1 and next(iter(devices)).platform == "cpu")
 

@@ -1,12 +1,12 @@
-"""Sharding rules: which device holds which part of an array, by pytree path, over a mesh of named axes.
+"""Sharding rules: how arrays are sharded over a mesh of named axes, by the path of a pytree leaf.
 
-Every array has a `jax.sharding.NamedSharding`, and XLA inserts the collectives. ``data`` replicates the model and
-shards the batch. ``fsdp`` shards both; the weights of a block are gathered where they are used
-(https://arxiv.org/abs/1910.02054, stage 3). ``tensor`` shards the weights and the activations between a column-parallel
-and a row-parallel projection, as in Megatron-LM (https://arxiv.org/abs/1909.08053). ``stage``, the axis of a pipeline,
-shards the layers of a stack. ``expert`` shards the batch and the leaves that rules select: the experts of a mixture of
-experts, whose block exchanges tokens itself. ``context`` shards the tokens of each row; attention then exchanges tokens
-for heads (`lowtide.ops.attention`).
+Every array has a `jax.sharding.NamedSharding`, and XLA inserts the collectives. Mesh axis ``data`` replicates the model
+and shards the batch. ``fsdp`` shards the model and the batch; the weights of a block are gathered where they are used
+(https://arxiv.org/abs/1910.02054, stage 3). ``tensor`` shards pairs of a column-parallel and a row-parallel projection,
+and the activations between them, as in Megatron-LM (https://arxiv.org/abs/1909.08053). ``stage``, the axis of a
+pipeline, shards the layers of a stack. ``expert`` shards the batch and, by rules of the user, the experts of a mixture
+of experts, whose block exchanges the tokens. ``context`` shards the tokens of each row; `lowtide.ops.attention`
+exchanges this sharding for one of the heads.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def make_mesh(
 
     Args:
         stage: ranks of a pipeline; by default the mesh has no such axis.
-        data: copies of the model, each of which trains on a part of the batch.
+        data: number of copies of the model, each of which trains on a part of the batch.
         fsdp: parts of weights, optimizer state and batch; by default all remaining devices, or 1 if another size is -1.
-        expert: parts into which batches and, where rules select them, experts are sharded; by default the mesh has no
-            such axis.
+        expert: parts into which batches are sharded, and experts if rules select them; by default the mesh has no such
+            axis.
         context: parts into which the tokens of each row are sharded; by default the mesh has no such axis.
         tensor: parts into which each projection is sharded; keep it within one host, whose links are fast.
         devices: devices of the mesh; by default all devices of all processes.
@@ -79,7 +79,7 @@ def make_mesh(
         The mesh. One of the sizes may be -1, which takes all remaining devices.
 
     Raises:
-        ConfigError: for a size that is no integer, and when the sizes do not multiply to the number of devices.
+        ConfigError: for a size that is not an integer, and when the sizes do not multiply to the number of devices.
 
     Examples:
         >>> dict(make_mesh(tensor=1, devices=jax.devices()[:1]).shape)
@@ -109,14 +109,14 @@ def make_mesh(
 class ShardingRules:
     """Shardings of the leaves of a model and of its batches.
 
-    The path of a leaf is matched against `rules`, in order. If no rule matches, a leaf with the name of a known
-    projection is sharded along ``tensor``. Any leaf without a rule is sharded along ``fsdp``, in the largest remaining
-    dimension that the axis divides, but not in the first of three or more; small leaves are replicated. Leaves below
-    ``layers/`` are sharded along ``stage`` in their first dimension. Optimizer state is sharded like its parameter.
+    The first of `rules` that matches the path of a leaf gives its partition spec. Without a match, ``stage`` shards the
+    first dimension of leaves below ``layers/``. In leaves of at least `min_bytes`, ``tensor`` shards projections with
+    known names. ``fsdp`` then shards the largest other dimension that its size divides, but not the first of three or
+    more. Optimizer state is sharded like its parameter.
 
     Raises:
-        ConfigError: for an axis that the mesh does not have or that is not automatic, ``context`` in `batch_axes`, a
-            wrong expression or partition spec, and when no axis can shard batches.
+        ConfigError: for a mesh with axes that are not automatic, an axis that the mesh does not have, ``context`` in
+            `batch_axes`, an invalid expression or partition spec, and when no axis can shard batches.
 
     Examples:
         >>> rules = ShardingRules(mesh=make_mesh(devices=jax.devices()[:1]), rules={r".*/router": jax.P()})
@@ -131,13 +131,13 @@ class ShardingRules:
     batch_axes: str | Sequence[str] = ()
     """Mesh axes that shard the leading axis of batches; by default ``expert``, ``data`` and ``fsdp``."""
     context_leaves: str = ".*"
-    """Regular expression for whole paths of batch leaves whose second axis is tokens, which ``context`` shards. Leaves
-    with one axis have no tokens."""
+    """Regular expression for whole paths of batch leaves in which ``context`` shards the second axis, the tokens.
+    Leaves with one axis have no tokens."""
     min_bytes: int = 2**16
     """Smaller leaves that no rule matches are replicated, but layers are still sharded along ``stage``."""
     local_batches: bool = False
-    """Whether each process's data holds only the rows of that process (`data_shard`). Otherwise each process takes its
-    rows from whole batches."""
+    """Whether the data of a process has only the rows of this process (`data_shard`). Otherwise each process loads
+    whole batches and takes its rows from them."""
     timeout_seconds: int = 300
     """Time that processes wait for one another before an error lists the missing ones."""
 
@@ -172,8 +172,8 @@ class ShardingRules:
 
         Args:
             path: path of the leaf.
-            shape: its shape.
-            itemsize: bytes of one of its numbers.
+            shape: shape of the leaf.
+            itemsize: bytes of one number of the leaf.
 
         Raises:
             StructureError: when a rule shards a dimension that its axes do not divide.
@@ -217,7 +217,7 @@ class ShardingRules:
         return None
 
     def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
-        """Return the sharding of an array or shape; one on the mesh that no rule matches keeps its own."""
+        """Return the sharding of an array or shape; the current one if it is on the mesh and no rule matches."""
         if self._is_on_mesh(leaf) and self._rule_spec(path, leaf.shape) is None:
             return leaf.sharding
         itemsize = 4 if is_key(leaf) else leaf.dtype.itemsize
@@ -236,7 +236,7 @@ class ShardingRules:
             StructureError: when a rule shards a dimension that its axes do not divide.
 
         Memory:
-            Each device holds its shard of a leaf, and, while the leaf is moved, its source.
+            Each device holds its shards. While a leaf is moved, its source also exists.
         """
         paths = [path for path, leaf in leaves_with_paths(tree) if is_array_like(leaf)]
         for pattern in self.rules:
@@ -312,12 +312,12 @@ class ShardingRules:
         return parts.index(tuple(sorted(rows_by_process[jax.process_index()]))), len(parts)
 
     def batch(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
-        """Put a batch on the mesh, with its leading axis sharded and, along ``context``, its tokens.
+        """Put a batch on the mesh, sharded along its leading axis and, with an axis ``context``, along its tokens.
 
         Args:
             batch: arrays in this process's memory: whole ones or, with `local_batches`, the rows of this process.
-            num_microbatches: parts that the batch is split into. None for a batch without a training step, whose rows
-                are replicated where they cannot be sharded.
+            num_microbatches: number of microbatches, each of which is sharded evenly. None outside of training: rows
+                that cannot be sharded evenly are replicated.
 
         Raises:
             ConfigError: with `local_batches`, as in `data_shard`.
@@ -328,7 +328,6 @@ class ShardingRules:
 
         def put_leaf(path: str, leaf: Any) -> Any:
             shape, sharding = self._global_shape(path, leaf, num_microbatches)
-            refuse_objects({path: leaf})
             if not isinstance(leaf, jax.Array) and jax.default_backend() == "cpu":
                 leaf = np.array(leaf)  # jax shares the buffer on a CPU, and a loader may refill it during the step
             if self._is_local(leaf) and jax.process_count() > 1 and shape:
@@ -345,7 +344,7 @@ class ShardingRules:
             num_microbatches: as in `batch`.
 
         Raises:
-            DataError: when rows or tokens cannot be sharded evenly. Others are those of `batch`.
+            DataError: when rows or tokens cannot be sharded evenly. Other errors are those of `batch`.
         """
         self._check_tokens(batch)
 
@@ -366,6 +365,7 @@ class ShardingRules:
         self, path: str, leaf: Any, num_microbatches: int | None
     ) -> tuple[tuple[int, ...], jax.sharding.NamedSharding]:
         """Return the shape and the sharding of a leaf of the whole batch."""
+        refuse_objects({path: leaf})
         shape = tuple(np.shape(leaf))
         if not shape:
             return shape, self.replicated()
@@ -387,11 +387,12 @@ class ShardingRules:
         """Shard a microbatch or activations like batches, along their first axis; call it inside a jitted function.
 
         ``context`` shards the second axis of leaves with three or more axes, which holds tokens in activations. Without
-        the constraint XLA decides, and every device may compute all rows where the weights are sharded along ``fsdp``.
-        `Trainer` adds it between the layers of a `lowtide.LayerStack`; a model of your own should call it there.
+        the constraint XLA decides. With weights sharded along ``fsdp``, every device may then compute all rows.
+        `Trainer` adds the constraint between layers of a `lowtide.LayerStack`; other models should call this method
+        there.
 
         Args:
-            rows: arrays whose first axis is that of the batch; those that cannot be sharded are returned unchanged.
+            rows: arrays with the batch as first axis; arrays that cannot be sharded are returned unchanged.
         """
         num_parts, unconstrained = self.num_context_shards, jax.P.UNCONSTRAINED
 
@@ -422,7 +423,7 @@ class ShardingRules:
             )
 
     def _token_axes(self, path: str, shape: tuple[int, ...]) -> list[str]:
-        """Return the mesh axis that shards the second axis of a batch's leaf, in a list; [] where none does."""
+        """Return ``["context"]`` if this mesh axis shards the second axis of a batch's leaf, otherwise []."""
         size = self.num_context_shards
         if size == 1 or len(shape) < 2 or not re.fullmatch(self.context_leaves, path):
             return []
@@ -435,13 +436,13 @@ class ShardingRules:
 
 
 def abstract(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """Return the sharding without its devices: the program runs on those of its arguments."""
+    """Return the sharding over an abstract mesh: a program that uses it runs on the devices of its arguments."""
     mesh: Any = sharding.mesh.abstract_mesh
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def is_global(leaf: Any) -> bool:
-    """Return whether a leaf is the batch of all processes, of which this process may hold a part or nothing."""
+    """Return whether a leaf has the rows of all processes: a shape, or an array with shards in other processes."""
     return isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
 
 

@@ -1,4 +1,4 @@
-"""Shared code of the bridges: placeholders for borrowed arrays, and refusals."""
+"""Shared code of the bridges: placeholders for arrays that a trainer has borrowed, and error checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _READ_FIRST = "in a callback read trainer.model, which gives the arrays back unt
 
 
 class Placeholder:
-    """A placeholder with the path, shape and dtype of an array that a trainer has borrowed: any use raises."""
+    """Placeholder for an array that a trainer has borrowed: it has path, shape and dtype, and raises when used."""
 
     def __init__(self, path: str, array: Any) -> None:
         self.path, self.shape, self.dtype = path, array.shape, array.dtype

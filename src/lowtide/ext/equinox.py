@@ -1,11 +1,12 @@
-"""Equinox modules in a `lowtide.Trainer`, with state, and in inference mode outside of training.
+"""Train Equinox modules with `lowtide.Trainer`, including their state and inference mode.
 
-A module without state, Python numbers or modes is a pytree that trains directly. The bridge handles the rest. The step
-gets only arrays, so a dropout probability or an ``inference`` flag stays a Python value. `equinox.nn.State` is state of
-the step, and `equinox.nn.inference_mode` is set in ``evaluate`` and ``predict``.
+A trainer directly takes a module without state, Python numbers and ``inference`` flags, because it is a pytree of
+arrays. `Bridge` handles other modules. Only arrays reach the compiled step, so a dropout probability or an
+``inference`` flag stays a Python value. The step takes and returns `equinox.nn.State`. ``evaluate`` and ``predict`` set
+`equinox.nn.inference_mode`.
 
-A module is immutable: the trainable arrays and the state are those of the given module, and the first step consumes
-them. `Bridge.model` is a module with the current arrays.
+The bridge makes no copy: the first step donates the trainable arrays and the state of the given module. `Bridge.model`
+is a module with the current arrays, or ``(model, state)``.
 
 Checked with Equinox 0.13.8.
 """
@@ -50,9 +51,9 @@ class Bridge:
             stay in the module.
 
     Raises:
-        ConfigError: for a class or a Flax NNX module; and for a module with state, if `state` is missing.
+        ConfigError: for a class, a Flax NNX module, or a module with state without the argument `state`.
         SelectionError: when `wrt` selects no array.
-        StructureError: when two arrays have one path. From a step: when the loss function returns no matching state.
+        StructureError: when two leaves have one path. From a step: when the loss function returns no matching state.
 
     Memory:
         No copy: the trainer uses the arrays of the module.
@@ -101,14 +102,14 @@ class Bridge:
         else:
             trainable = set(_leaves_by_name(eqx.filter(model, wrt), None)) & set(self._arrays)
         self.wrt = among(trainable)
-        """Selects the trainable leaves: the arrays of the filter."""
+        """Selects the trainable leaves: the arrays that the argument `wrt` selects."""
         self.mutable = among(self._state_names) if self._state_names else None
-        """Selects the leaves that a call may change: the arrays of the state."""
+        """Selects the leaves that a call may change: the arrays of the state; None without a state."""
         check_trainable(trainable, "array", self._arrays, "eqx.is_inexact_array")
 
     @property
     def model(self) -> Any:
-        """The module with its current arrays, or ``(model, state)``; placeholders replace arrays that are borrowed."""
+        """The module with its current arrays, or ``(model, state)``; placeholders replace arrays of a running step."""
         model, state = self._combine(self._arrays)
         return (model, state) if self._has_state else model
 
@@ -116,7 +117,7 @@ class Bridge:
         """Continue with another module of the same structure, such as one from `equinox.tree_at`; for `Trainer.update`.
 
         Args:
-            model: the module, or ``(model, state)``; the trainer owns its trainable arrays from now on.
+            model: the module, or ``(model, state)``. Its trainable arrays and state then belong to the trainer.
 
         Raises:
             StructureError: when anything other than arrays differs.
@@ -154,7 +155,7 @@ class Bridge:
             if not self._has_state:
                 return result, arrays
             if isinstance(result, tuple) and result and isinstance(result[-1], eqx.nn.State):
-                # A state in last place is new state in `predict`, too; there it may be left out.
+                # If the last value is a State, it is the new state, also in `predict`, whose function may leave it out.
                 *values, new_state = result
                 leaves = _leaves_by_name(None, new_state)
                 new = {name: key_numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
@@ -184,7 +185,7 @@ class Bridge:
 
 
 def _leaves_by_name(model: Any, state: Any) -> dict[str, Any]:
-    """Return leaves by their paths in the module, and those of its state as ``State/...``, in JAX's order."""
+    """Return leaves in JAX's order by path in the module; a leaf of the state has a path ``State/...``."""
     pairs = leaves_with_paths((model, state))
     leaves = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):

@@ -1,8 +1,8 @@
-"""Keras 3 models with the JAX backend in a `lowtide.Trainer`.
+"""Train Keras 3 models on the JAX backend with `lowtide.Trainer`.
 
 Inside the step, a `keras.StatelessScope` maps the model's variables to the step's arrays. So the loss function calls
-the model as usual, and `model.losses` use the current weights. Values that layers assign, such as batch statistics and
-dropout seeds, become state of the step.
+the model as usual, and `model.losses` use the current weights. The step returns the values that layers assign, such as
+batch statistics and dropout seeds, and the next step starts from them.
 
 The bridge takes the arrays out of ``Variable._value``, as Keras' own JAX trainer does. Checked with Keras 3.15.1.
 """
@@ -89,7 +89,7 @@ class Bridge:
         self._borrowed = set[str]()
         trainable_ids = {id(variable) for variable in model.trainable_variables}
         self._trainable = {name for name, variable in self._variables.items() if id(variable) in trainable_ids}
-        # Weights of frozen layers: no call changes them, unlike variables that never train.
+        # Weights of frozen layers. Calls do not change them; they may change other variables that do not train.
         frozen_ids = {id(variable) for layer in layers for variable in layer._trainable_variables} - trainable_ids
         self._frozen = {name for name, variable in self._variables.items() if id(variable) in frozen_ids}
 
@@ -99,14 +99,14 @@ class Bridge:
 
     @property
     def mutable(self) -> Callable[[str, Any], bool] | None:
-        """Selects leaves that a call may change, such as statistics and seeds, but no frozen weights; None for none."""
+        """Selector of leaves that a call may change: statistics and seeds, but not frozen weights; None if none."""
         names = set(self._variables) - self._trainable - self._frozen
         return among(names) if names else None
 
     def loss(
         self, loss: Any, metrics: Mapping[str, Any] | None = None, *, class_weight: Mapping[int, float] | None = None
     ) -> Callable[..., Any]:
-        """Make a loss function for `lowtide.Trainer`, which adds the model's own losses (regularisers).
+        """Make a loss function for `lowtide.Trainer` that includes the model's own losses (regularisers).
 
         Args:
             loss: a Keras loss, its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
@@ -116,18 +116,19 @@ class Bridge:
                 that are means over examples, or their names. The result is the mean over a batch, without sample
                 weights and without masked examples; over several batches, it is the mean of the batches' means.
             class_weight: weights by class, as in `lowtide.train.example_weights`; used only in training, as in Keras'
-                ``fit``. Labels with the shape of the outputs are one-hot. A `sample_weight` is multiplied by them.
+                ``fit``. Labels with the shape of the outputs are one-hot. A `sample_weight` is multiplied by the
+                weights.
 
         Returns:
             ``loss_fn(model, batch, training)`` for batches ``(x, y)`` or ``(x, y, sample_weight)``. The loss is the
-            sum over examples divided by their number, as in Keras, and not by the sum of weights. So microbatches of
-            one size have equal weight, and evaluation batches are weighted by their number of rows.
+            weighted sum over examples divided by the number of examples, as in Keras, and not by the sum of weights. So
+            microbatches of one size have equal weight, and evaluation batches are weighted by their number of rows.
 
         Raises:
             ConfigError: for an unknown loss or metric, a metric that is not a mean, such as AUC, or invalid `metrics`
                 or `class_weight`; for a model that overrides ``train_step`` or ``compute_loss``, because the override
                 would not be called; in the step, for a model with several outputs.
-            DataError: in the step, for a batch that is not such a tuple.
+            DataError: in the step, for a batch that is not one of these tuples.
         """
         self._check_not_overridden(
             ("compute_loss", "compute_metrics", "train_step", "test_step", "compute_loss_and_updates"),
@@ -213,7 +214,7 @@ class Bridge:
         """See `lowtide.train.ModelObject`. Assigning to a borrowed variable also raises."""
         placeholders = {name: Placeholder(name, leaf) for name, leaf in arrays.items() if leaf is not None}
         for name, placeholder in placeholders.items():
-            # `Variable.assign` never reads `_value` and would overwrite the placeholder. It raises because this
+            # `Variable.assign` does not read `_value`, so it would overwrite the placeholder. It raises because this
             # attribute shadows the method `_direct_assign`.
             self._variables[name]._value = placeholder
             self._variables[name]._direct_assign = placeholder.refuse
@@ -275,9 +276,9 @@ class Bridge:
 
 
 def _variables(model: Any) -> list[Any]:
-    """Return the model's variables without those of metrics, and with variables that Keras does not list.
+    """Return the model's variables, without those of metrics, plus variables that Keras does not list.
 
-    These are states of a recurrent layer with ``stateful=True``. Keras' ``fit`` loses what a call assigns to them.
+    The latter are states of recurrent layers with ``stateful=True``. Keras' ``fit`` loses what a call assigns to them.
     """
     metric_ids = {id(variable) for variable in model.metrics_variables}
     listed = (*model.trainable_variables, *model.non_trainable_variables)
@@ -294,7 +295,7 @@ def _variables(model: Any) -> list[Any]:
 
 
 def _is_of_keras(method: Any) -> bool:
-    """Return whether a model's method is that of Keras; a missing method counts as Keras'."""
+    """Return whether Keras defines a model's method; a missing method counts as defined by Keras."""
     # `functools.wraps` copies the module's name but not `__globals__`, so the globals identify the real module.
     module = getattr(getattr(method, "__func__", method), "__globals__", {}).get("__name__", "")
     return method is None or module.partition(".")[0] == "keras"
@@ -307,7 +308,7 @@ def _layers(model: Any) -> list[Any]:
 def _name_variables(variables: list[Any], layers: list[Any]) -> dict[str, Any]:
     """Return variables by path, with Keras' automatic layer numbers counted within the model.
 
-    Keras counts per process (the second LSTM is ``lstm_1`` in any model): a checkpoint would not fit a rebuilt model.
+    Keras counts per process. In a rebuilt model ``lstm`` would become ``lstm_1``, and an old checkpoint would not fit.
     """
     automatic_names = {_snake_case(type(layer).__name__) for layer in layers} | {"seed_generator"}
     counts: dict[str, list[str]] = {}
@@ -339,10 +340,7 @@ def _snake_case(name: str) -> str:
 
 
 class _Loss(keras.losses.Loss):
-    """A function of labels and outputs as a loss, in float32 and with the reduction of ``compile``.
-
-    Keras handles a bare function as a loss in a private class, which does the same.
-    """
+    """A function as a Keras loss, in float32 and with the reduction of ``compile``; Keras' own class is private."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(name="loss")
@@ -355,7 +353,7 @@ class _Loss(keras.losses.Loss):
 
 
 def _match_rank(x: Any, other: Any) -> Any:
-    """Add or drop a last axis to match another array, like Keras: (B,) becomes (B, 1), else a last axis of 1 is cut."""
+    """Match the rank of another array, like Keras: (B,) may become (B, 1), and a last axis of size 1 may be dropped."""
     if x.ndim == other.ndim - 1 == 1 and other.shape[-1] == 1:
         return x[:, None]
     if x.ndim == other.ndim + 1 > 2 and x.shape[-1] == 1:
@@ -399,7 +397,7 @@ def _mean(metric: Any, y: Any, outputs: Any) -> Any:
 
 
 def _select_by_shape(module: str, kind: str) -> Callable[..., Any]:
-    """Return the function for ``"crossentropy"`` or ``"accuracy"``; like ``compile``, it chooses by shapes."""
+    """Return a function that selects Keras' ``"crossentropy"`` or ``"accuracy"`` by shapes, as ``compile`` does."""
 
     def fn(y_true: Any, y_pred: Any) -> Any:
         if y_pred.shape[-1] == 1:
@@ -423,7 +421,7 @@ def _split_batch(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def _class_labels(y: Any, outputs: Any) -> Any:
-    """Return the class of each label; Keras would take the argmax over any last axis, also of integer sequences."""
+    """Return the class of each label. Only labels with the shape of the outputs are one-hot, unlike in Keras."""
     if y.ndim > 1 and y.shape[-1] == 1:
         y = y[..., 0]
     elif y.ndim > 1 and y.shape == outputs.shape:

@@ -1,10 +1,10 @@
-"""Flax NNX modules in a `lowtide.Trainer`.
+"""Train Flax NNX modules with `lowtide.Trainer`.
 
 A module is a graph of objects whose variables hold arrays. The step builds a new module from the graph definition and
-the step's arrays (`nnx.merge`). It calls the loss function with this module and then reads its variables. Batch
-statistics, counters of `nnx.Rngs`, caches and arrays outside of variables are state of the step. A shared variable is
-one array, and random keys are stored as their key data. Values that a layer sows (`nnx.Intermediate`) exist only inside
-the step. Any other attribute that a call sets is an error, because it would be lost with the step's module.
+the step's arrays (`nnx.merge`). It calls the loss function with this module and then reads the module's variables. So
+the step also returns batch statistics, counters of `nnx.Rngs`, caches and arrays outside of variables. A shared
+variable is one array, and random keys are stored as their key data. Values that a layer sows (`nnx.Intermediate`) exist
+only inside the step. Any other attribute that a call sets is an error, because it would be lost with the step's module.
 
 Checked with Flax 0.12.8.
 """
@@ -37,14 +37,14 @@ class Bridge:
 
     Raises:
         SelectionError: when the filter selects no variable, or the model is a class.
-        StructureError: for an array in a tuple, from which it cannot be removed, or for one array at two places. From a
-            step: when a call sets attributes that the module did not have.
+        StructureError: for an array in a tuple, which placeholders cannot replace, or for one array at two places. From
+            a step: when a call sets attributes that the module did not have.
 
     Warns:
-        UserWarning: when the module is in ``eval()`` mode, in which it would train. A step uses the mode, and all other
-            attributes that are not variables, as they were when the bridge was made. From a step: when a call writes
-            into trainable parameters, as `nnx.WeightNorm` does. Their update starts from the value before the call,
-            while an NNX training loop continues from the written value.
+        UserWarning: when the module is in ``eval()`` mode, because it would train in this mode. A step uses the mode,
+            and all other attributes that are not variables, as they were when the bridge was made. From a step: when a
+            call writes into trainable parameters, as `nnx.WeightNorm` does. Their update starts from the value before
+            the call, while an NNX training loop continues from the written value.
 
     Memory:
         No copy: the trainer uses the arrays of the module.
@@ -91,9 +91,9 @@ class Bridge:
         params = _leaves_by_name({path: value for path, value in variables.items() if isinstance(value, nnx.Param)})
         self._mutable_names = self._names - params.keys() - self._trainable
         self.wrt = among(self._trainable)
-        """Selects the trainable leaves: the variables of the filter."""
+        """Selects the trainable leaves: the variables that the argument `wrt` selects."""
         self.mutable = among(self._mutable_names) if self._mutable_names else None
-        """Selects the leaves that a call may change: all variables that are not parameters."""
+        """Selects the leaves that a call may change: all that are not parameters; None without such leaves."""
         self._borrowed = set[str]()
         self._attributes_before: dict[str, Any] = {}
         """Attributes of the step's module before the user's function is called."""
@@ -145,7 +145,7 @@ class Bridge:
             writes = _record_writes(module, self._trainable) if training else []
             result = fn(module, *args)
             _check_attributes(self._attributes_before, _attributes(module))
-            # Variables are read from the module that the function got, so whatever it wrote becomes state of the step.
+            # Read the variables of the module that the function got, so that the step returns what the function wrote.
             leaves = _leaves_by_name(dict(nnx.to_flat_state(nnx.state(module))))
             new_arrays = {name: key_numbers(leaves[name]) for name in self._names}
             # An untouched variable still holds the identical tracer. This check alone is not enough, since `nnx.remat`
@@ -180,7 +180,7 @@ class Bridge:
         return module
 
     def _array_places(self) -> dict[str, _Place]:
-        """Return the places of the module that hold arrays, each once; they hold placeholders while borrowed."""
+        """Return each place of the module that holds an array, or its placeholder while a trainer has borrowed it."""
         places = sorted(_places(self.model, borrowed=self._borrowed).items())
         return {name: place for name, place in places if name in self._names}
 
@@ -208,7 +208,7 @@ class _Place:
         return _raw(self.node)
 
     def put(self, value: Any) -> None:
-        """Set the value without NNX's checks of its type; StructureError if it is in a tuple or another fixed node."""
+        """Set the value without NNX's type checks; raise `StructureError` in a tuple or another immutable node."""
         if isinstance(self.node, nnx.Variable):
             self.node.set_raw_value(value, _unsafe_bypass_check=True)
             return
@@ -228,7 +228,7 @@ class _Place:
 
 
 def _places(module: nnx.Module, borrowed: Collection[str] = ()) -> dict[str, _Place]:
-    """Return the places of variables and bare arrays in a module by path, a shared variable only once."""
+    """Return the places of variables and of other arrays in a module by path; a shared variable has only one place."""
     values = dict(nnx.to_flat_state(nnx.state(module)))
     nodes = dict(nnx.iter_graph(module))
     # `nnx.iter_graph` lists an array or number at two places only once, so look at the items of each node, too.
@@ -260,13 +260,13 @@ def _is_tree(node: Any) -> bool:
 
 
 def _without_arrays(variable: Any) -> Any:
-    """Return a variable without its arrays, which the trainer has; if it holds no tree, return only its value."""
+    """Return a variable with `_ARRAY` in place of its arrays; if it holds no tree, return only its value."""
     value = jax.tree.map(lambda leaf: _ARRAY if isinstance(leaf, jax.Array) else leaf, _raw(variable))
     return variable.replace(value) if _is_tree(variable) else value
 
 
 _ARRAY = object()
-"""Marks the position of an array that the trainer has."""
+"""Marks the position of an array, which the trainer has."""
 
 
 def _leaves_by_name(variables: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _leaves_by_name(variables: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
-    """Return a module's attributes, or the items of a list, tuple or dictionary, with their keys in paths."""
+    """Return pairs of path key and value: a module's attributes, or the items of a list, tuple or dictionary."""
     if isinstance(node, nnx.Pytree):
         attributes = ((key, value) for key, value in vars(node).items() if not key.startswith("_pytree__"))
         return (
@@ -290,7 +290,7 @@ def _items(node: Any) -> Iterable[tuple[Any, Any]]:
 
 
 _MODES = ("deterministic", "use_running_average")
-"""Attributes that ``train()`` and ``eval()`` set. A step may change them, because its function sets them each time."""
+"""Attributes that ``train()`` and ``eval()`` set. A call may change them: each step starts from the bridge's mode."""
 
 
 def _attributes(module: nnx.Module) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def _attributes(module: nnx.Module) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     """Return the form of an attribute that is compared before and after a call.
 
-    Arrays, and containers that `_attributes` lists separately, are "held". Other variables become tuples of leaves.
+    Arrays, and containers that `_attributes` lists separately, become "held". Other variables become tuples of leaves.
     """
     raw = _raw(value)
     if raw is not value and not isinstance(raw, jax.Array):
@@ -341,7 +341,7 @@ def _raw(node: Any) -> Any:
 
 
 def _warn_of_eval(module: nnx.Module) -> None:
-    """Warn when all layers with a mode are in evaluation mode; a single one may be intended."""
+    """Warn if all layers that have a mode are in evaluation mode; a single such layer may be intended."""
     modes = {
         f"{_path_name(path)}.{flag}".lstrip("."): getattr(node, flag)
         for path, node in nnx.iter_graph(module)
@@ -358,10 +358,7 @@ def _warn_of_eval(module: nnx.Module) -> None:
 
 
 def _record_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
-    """Return a list that collects all values assigned to variables of a module from now on, also in NNX transforms.
-
-    A comparison of values before and after is not enough: `nnx.remat` gives all variables new values.
-    """
+    """Return a list that collects all values assigned to variables of a module from now on, also in NNX transforms."""
     writes: list[Any] = []
 
     def record(_: Any, value: Any) -> Any:

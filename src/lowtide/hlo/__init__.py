@@ -1,4 +1,4 @@
-"""Compile for a target, and read the compiled program: its graph, its heap, the memory of arguments and results."""
+"""Compile a function for a target, and read the result: graph of values, heap of temporaries, arguments, outputs."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Compile for a target, and read the compiled program: its graph, its heap, the memory of arguments and results."""
+"""Compile a function for a target, and read the result: graph of values, heap of temporaries, arguments, outputs."""
 
 from ._compile import CompiledProgram as CompiledProgram
 from ._compile import compile_program as compile_program

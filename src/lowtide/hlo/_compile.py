@@ -1,8 +1,8 @@
 """Compile a function for a target, and keep the compiler's information about its memory.
 
-XLA writes its buffer assignment only into dumps. So every compile here dumps the program into a temporary folder, even
-when a TPU's compiler gives up because the program does not fit. Known inefficiency: every report costs a
-compile. JAX's persistent cache is bypassed, because a cached program dumps nothing.
+XLA writes its buffer assignment only into dumps. So every compile in this file dumps the program into a temporary
+folder; a TPU's compiler also dumps programs that do not fit. Known inefficiency: every report costs a compile. JAX's
+persistent cache is bypassed, because a cached program dumps nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class CompiledProgram:
     """A function compiled for a target; made by `compile_program`."""
 
     target: Target
-    """Target of the compile."""
     lowered: Any
     """The `jax.stages.Lowered` that was compiled."""
     jaxpr: Any
@@ -57,11 +56,11 @@ class CompiledProgram:
     static: tuple[int, ...] = ()
     """Positions of the static arguments."""
     host_paths: frozenset[str] = frozenset()
-    """Arguments that the caller declared in host memory."""
+    """Tree paths of the argument leaves that the caller declared in host memory."""
     argument_names: tuple[str, ...] = ()
     """JAX's names of the argument leaves, in flattening order."""
     error: BaseException | None = None
-    """Exception that the compiler raised if the program did not fit. There is no executable then."""
+    """The compiler's exception if the program did not fit, and there is no executable; otherwise None."""
     _compiled: Any = None
 
     @property
@@ -84,7 +83,7 @@ def compile_program(
     donate_argnums: int | Sequence[int] | None,
     static_argnums: int | Sequence[int] | None,
 ) -> CompiledProgram:
-    """Compile a function; arguments, errors and warnings are those of `lowtide.memory.compile`."""
+    """Compile a function for a target; arguments, errors and warnings are those of `lowtide.memory.compile`."""
     goal = resolve_target(target)
     is_jitted = hasattr(fn, "lower")
     if is_jitted and donate_argnums is not None:
@@ -135,7 +134,7 @@ def compile_program(
 
 
 def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:
-    """Return argument positions as non-negative numbers, sorted; `ConfigError` for one that no argument has."""
+    """Return argument positions, sorted and not negative; raise `ConfigError` for a position out of range."""
     requested = () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for position in requested:
         if not -num_args <= position < num_args:
@@ -146,8 +145,8 @@ def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> 
 
 def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> tuple[Any, Any]:
     try:
-        # Without a placed argument that the program reads, JAX would compile for its own default device. A function
-        # that queries its device while it is traced (for a kernel of one platform) also has to get the target's.
+        # JAX compiles for its default device if no argument that the program reads has a device. Functions that query
+        # the default device during tracing, to choose a kernel, also have to get a device of the target.
         with jax.default_device(goal.devices()[0]):
             traced = jitted.trace(*args, **kwargs)
             if not hasattr(traced, "jaxpr"):
@@ -178,7 +177,7 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
 
 
 def crossed_donations(lowered: Any) -> list[str]:
-    """List the results that would overwrite a donated argument in another memory.
+    """List the results that would overwrite a donated argument in another memory (host or device).
 
     JAX pairs donated arguments with results by shape and dtype only (jax 0.10.2). XLA then keeps a second copy, and
     libtpu and the CPU may abort the process.
@@ -187,7 +186,7 @@ def crossed_donations(lowered: Any) -> list[str]:
         lowered: a `jax.stages.Lowered`.
 
     Returns:
-        A description of each such result, with its name in the function's value.
+        A description of each such result, with its tree path.
     """
     operations = lowered.compiler_ir("stablehlo").body.operations
     main = next(operation for operation in operations if operation.attributes["sym_name"].value == "main")
@@ -213,7 +212,7 @@ def _host_paths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
-    """Return the executable or None if it does not fit, the dumped program or None, and the error."""
+    """Return the executable, the dumped program and the out-of-memory error; each may be None."""
     with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         compiled, error = None, None
@@ -231,30 +230,30 @@ def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
 
 
 def read_dump(folder: str | Path) -> Any:
-    """Read the optimised program of XLA's dump; return None if it or its buffer assignment is missing."""
-    # The largest of several programs, because XLA dumps helper programs, too.
+    """Read the optimised program from XLA's dump in `folder`; return None without program or buffer assignment."""
+    # Read the largest program, because XLA dumps helper programs, too.
     files = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: -path.stat().st_size)
     hlo = read_hlo(files[0]) if files else None
     return hlo if hlo is not None and hlo.assignment.allocations else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of JAX says that a program or an array does not fit."""
+    """Return whether an error of JAX says that a program or an array does not fit into memory."""
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text or "CompileTimeHbmOom" in text or "Out of memory" in text
 
 
 # --- functions in other libraries' jit wrappers ----------------------------------------------------------------------
 
-# `equinox.filter_jit` and `flax.nnx.jit` wrap `jax.jit` around a function of flat arrays, whose arguments have no names
-# that a user knows. So the function inside of the wrapper is compiled again, with the wrapper's donation. Checked with
+# `equinox.filter_jit` and `flax.nnx.jit` apply `jax.jit` to a function of flat arrays, whose names users do not know.
+# So the function inside of the wrapper is passed to `jax.jit` directly, with the wrapper's donation. Checked with
 # Equinox 0.13.8 and Flax 0.12.8.
 
 
 def _unwrap(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the function of arrays in a wrapper, its args and kwargs, and what `jit_options` returns for it.
+    """Return the function in a wrapper, args, kwargs, donate_argnums, donate_argnames and static_argnums for `jax.jit`.
 
-    Raises `StructureError` for a wrapper of another library than `equinox.filter_jit` and `flax.nnx.jit`.
+    Raises `StructureError` for a wrapper that is neither `equinox.filter_jit` nor `flax.nnx.jit`.
     """
     library = type(fn).__module__.partition(".")[0]
     if library == "equinox" and hasattr(fn, "donate_first"):
@@ -280,10 +279,10 @@ def _foreign_jit_error(fn: Any) -> StructureError:
 def _close_over_constants(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, only_modules: bool
 ) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Make a function of arrays that returns only arrays, as `equinox.filter_jit` does: other leaves become constants.
+    """Bind leaves that are not arrays as constants, as `equinox.filter_jit` does; return the function and its arrays.
 
-    `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch. With
-    `only_modules`, only arguments with a function or an Equinox module lose their non-array leaves.
+    `jax.jit` refuses an argument that contains a function, such as an activation, and traces Python values such as a
+    dropout flag. With `only_modules`, arguments without a function or an Equinox module stay unchanged.
     """
 
     def is_constant(leaf: Any) -> bool:
@@ -315,14 +314,14 @@ def _close_over_constants(
         result = fn(
             *map(merge, args, constants[0]), **{key: merge(arg, constants[1][key]) for key, arg in kwargs.items()}
         )
-        # A step that returns the updated module also returns the module's functions.
+        # The result may contain such leaves, too: a step returns the updated module with its functions.
         return jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, result)
 
     return bound, arrays
 
 
 def _split_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Make a function of the states of NNX modules that returns its result and the variables that it changed."""
+    """Make a pure function of the states of NNX modules; it returns the result and the variables that `fn` changed."""
     nnx: Any = sys.modules["flax.nnx"]
 
     def has_module(tree: Any) -> bool:
@@ -345,7 +344,7 @@ def _split_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callabl
         result = fn(*values, **kwargs)
         modules = [value for value, definition in zip(values, definitions, strict=True) if definition is not None]
         _, (after, returned) = split([modules, result])
-        # `nnx.jit` returns the other variables unchanged, which takes no bytes.
+        # Unchanged variables are left out: `nnx.jit` returns them, too, but they take no bytes.
         return returned, jax.tree.map(lambda leaf: None if id(leaf) in before else leaf, after)
 
     return bound, states
@@ -353,17 +352,17 @@ def _split_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callabl
 
 # --- arguments on the target -----------------------------------------------------------------------------------------
 
-# Shapes on the target's devices replace arrays on other devices. The rules are those of `jit` with the real arguments.
-# A leaf on one device goes to the target's first device. A leaf on a mesh goes to a mesh of the same axes over the
-# target's devices. If some leaf is on a mesh, an uncommitted leaf stays unplaced, so that the compiler may shard it as
-# `jit` lets it. Host memory stays host memory.
+# Arguments become shapes on the target's devices, which `jit` treats like the real arrays. A leaf on one device goes to
+# the target's first device. A leaf on a mesh goes to a mesh of the same axes over the target's devices. If any leaf is
+# on a mesh, an uncommitted leaf gets no sharding, because `jit` lets the compiler shard it. A leaf in host memory stays
+# there.
 
 
 def _place_arguments(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset[str]]:
     """Replace every array of a tree by a `jax.ShapeDtypeStruct` on the target; also return the paths in host memory.
 
-    The first two path segments are a group (positional or keyword) and an argument. A leaf that `jit` would refuse is
-    an error if `strict`; otherwise it stays, because it may be static.
+    Tree paths begin with a group (positional or keyword) and an argument. A leaf whose type `jit` refuses raises
+    `StructureError` if `strict`; otherwise it stays, because it may be static.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(arguments)
     mapper = _MeshMapper(goal)

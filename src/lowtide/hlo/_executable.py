@@ -1,14 +1,14 @@
 """Arguments of a compiled executable: padded bytes, memory space, donation and aliasing.
 
-Only public interfaces of `jax.stages.Compiled` are read: `input_formats` (layout and sharding per leaf), `args_info`
-(shape, dtype, donation) and the header line of `as_text()`, whose `input_output_alias` entries name parameters.
+This file reads only public interfaces of `jax.stages.Compiled`: `input_formats` (layout and sharding per leaf),
+`args_info` (shape, dtype, donation) and the first line of `as_text()`, which lists the aliased parameters.
 
-- `jit` drops a leaf that the program does not read (unless `keep_unused`). Its format then has no layout. It is not a
-  parameter of the program and costs no bytes in XLA's figures.
+- `jit` drops a leaf that the program does not read (unless `keep_unused`). The format of such a leaf has no layout. It
+  is no parameter of the program and costs no bytes in XLA's figures.
 - Parameters are numbered over the kept leaves, after any constants that JAX hoisted into arguments. TPU programs with
-  thousands of arguments take one tuple parameter, and leaves are indices into it.
-- A layout lists dimensions from major to minor and then tiles: ``{0,1:T(8,128)(2,1)}`` of ``bf16[1000,5]`` pads 5 to 8
-  and 1000 to 1024. XLA chooses the tile sizes, so they are read and never assumed.
+  thousands of arguments take one tuple parameter, whose entries are the leaves.
+- XLA's text of a layout lists dimensions from minor to major, and then tiles: ``{0,1:T(8,128)(2,1)}`` of
+  ``bf16[1000,5]`` pads 5 to 8 and 1000 to 1024. XLA chooses the tile sizes, so they are read and never assumed.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class ArgumentLeaf:
     path: str
     """The argument's number, name or keyword, then the tree path (``0/params/w``)."""
     argument: int | str
-    """The argument it belongs to: position (in a compiled program, among those that are not static) or keyword."""
+    """Keyword or name of the argument, or its position; a compiled program counts no static arguments."""
     num_bytes: int
-    """Compiled bytes on one device: padded, tiled, this device's shard; 0 when the program dropped the leaf."""
+    """Bytes of one device's shard, padded to whole tiles; 0 when the program dropped the leaf."""
     logical_bytes: int
-    """Elements times item size of the whole leaf."""
+    """Bytes of all elements of the whole leaf, without padding."""
     on_host: bool
-    """Whether the program takes it in host memory."""
+    """Whether the program takes the leaf in host memory."""
     donated: bool
-    """Whether the caller donates the buffer."""
+    """Whether the caller donates the leaf."""
     kept: bool
-    """Whether the program reads it."""
+    """Whether the program reads the leaf."""
     num_replicas: int = 1
     """Number of devices that hold the whole leaf; 1 when it is sharded or there is one device."""
 
@@ -85,7 +85,7 @@ def argument_of(path: Any) -> int | str:
 
 
 def host_outputs(compiled: Any) -> dict[str, int]:
-    """Return paths and compiled bytes of the outputs whose sharding names host memory."""
+    """Map the tree paths of outputs in host memory to their bytes on one device, padding included."""
     if not any(on_host(sharding) for sharding in jax.tree.leaves(compiled.output_shardings)):
         return {}  # JAX has no output formats if tokens of ordered effects are among the outputs
     shapes = leaves_with_paths(compiled.out_info)
@@ -100,8 +100,8 @@ def host_outputs(compiled: Any) -> dict[str, int]:
 def lowered_leaves(lowered: Any, hlo: Any, compiled: Any = None) -> list[ArgumentLeaf]:
     """Return the leaves of a program's arguments in flattening order, from its dumped buffer assignment.
 
-    This serves programs that the compiler refused, and programs with ordered effects, whose layouts JAX does not
-    expose.
+    Use it for programs that the compiler refused and those with ordered effects, whose layouts JAX does not expose.
+    `num_replicas` needs `compiled`; it is 1 otherwise.
     """
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     shardings = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
@@ -124,7 +124,7 @@ def lowered_leaves(lowered: Any, hlo: Any, compiled: Any = None) -> list[Argumen
 
 
 def parameter_arrays(hlo: Any) -> list[tuple[ParameterIndex, str]]:
-    """Return place and name of every array of the entry's parameters; the arrays of a single tuple have no names."""
+    """List index and name of each array in a program's parameters; names are empty in a single tuple parameter."""
     entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
     parameters = [i for i in entry.instructions if i.opcode == "parameter"]
     parameters.sort(key=lambda i: i.parameter_number)
@@ -142,8 +142,8 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
     """Reconstruct the argument leaves of a program from its dump alone, by the names that JAX gave its parameters.
 
     ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. A dump records neither
-    donation nor logical sizes. So a leaf counts as donated when an output reuses it, and its logical bytes are the
-    compiled ones.
+    donation nor logical sizes. So a leaf counts as donated when an output reuses its buffer, and its logical bytes
+    include padding.
     """
     allocations = _parameter_allocations(hlo)
     leaves: list[ArgumentLeaf] = []
@@ -173,8 +173,8 @@ def _path_of_name(name: str) -> str:
 def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
     """Return for every leaf of `argument_leaves(compiled)` whether the executable writes an output into its buffer.
 
-    The text of some TPU programs with asynchronous operations cannot be printed. There the result is True for all
-    donated leaves or for none, depending on XLA's total of reused bytes.
+    XLA cannot print the text of some TPU programs with asynchronous operations. Then all donated leaves get True if
+    XLA's total of reused bytes covers them, else False.
     """
     try:
         header = (compiled.as_text() or "").split("\n", 1)[0]
@@ -192,7 +192,7 @@ def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
 
 
 def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
-    """Return the same as `aliased`, from a dumped program (the text of some TPU programs cannot be printed)."""
+    """Return the result of `aliased` for a dumped program, which needs no printed text."""
     entries = hlo.module.input_output_alias.entries
     parameters = {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in entries}
     return _reused(leaves, [place for place, _ in parameter_arrays(hlo)], parameters)
@@ -201,8 +201,8 @@ def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
 def _reused(
     leaves: Sequence[ArgumentLeaf], places: Sequence[ParameterIndex], parameters: set[ParameterIndex]
 ) -> list[bool]:
-    """Return for every leaf whether its place is one of the given parameters."""
-    # Constants that JAX hoisted, and tokens of ordered effects, come before the arguments.
+    """Return for every leaf whether its parameter is in `parameters`; `places` lists all parameters in order."""
+    # Hoisted constants and tokens of ordered effects come before the arguments.
     remaining = iter(places[max(len(places) - sum(leaf.kept for leaf in leaves), 0) :])
     return [leaf.kept and next(remaining, None) in parameters for leaf in leaves]
 
@@ -222,8 +222,8 @@ def aliased_parameters(header: str) -> set[ParameterIndex]:
 def padded_bytes(shape: Sequence[int], item_bits: int, layout: Any) -> int:
     """Return the bytes of an array in an XLA layout, including the padding to whole tiles.
 
-    `shape` is the physical shape on one device, in logical dimension order. `item_bits` are those of an element as it
-    is stored. `layout` is a `jax.experimental.layout.Layout`, whose `tiling` lists the outermost tile first.
+    `shape` is the physical shape on one device, in logical dimension order. `item_bits` is the size of a stored
+    element. `layout` is a `jax.experimental.layout.Layout`, whose `tiling` lists the outermost tile first.
     """
     dims = [shape[dim] for dim in layout.major_to_minor]
     tiling = layout.tiling or ()

@@ -1,8 +1,8 @@
-"""A compiled program as a graph of values: what each is made of, when it runs, and which bytes it occupies.
+"""A compiled program as a graph of values, with the order of execution and the bytes that values occupy.
 
-A value is an instruction and an index into its result (results of loops and calls are tuples). The graph enters fused
-computations, loop bodies and calls, so an edge always leads from a value to the arrays that it is made of. The edge
-says how: by moving data (`MOVE`), as another name of the same memory (`ALIAS`) or by computing (`COMPUTE`).
+A value is an instruction and an index into its result, because results of loops and calls are tuples. An edge joins a
+value to one that it is made of, also across the bounds of fused computations, loop bodies and calls. The edge is `MOVE`
+for a copy (also of a slice, or in another dtype), `ALIAS` if both values share memory, and `COMPUTE` otherwise.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from ._proto import element_type
 
 Value = tuple[int, tuple[int, ...]]
-"""An instruction's id, and an index into its result."""
+"""An instruction's id, and the index of an array in its result; ``()`` if the result is one array."""
 Node = TypeVar("Node")
 
 
 class Edge(enum.IntEnum):
-    """How a value comes from another one."""
+    """How a value is made from another value."""
 
     ALIAS = 0
     MOVE = 1
@@ -37,24 +37,24 @@ _FIRST_OPERAND_MOVES = (
     *("all-gather", "bitcast", "bitcast-convert", "broadcast", "collective-permute", "convert", "copy"),
     *("dynamic-slice", "reduce-precision", "reshape", "reverse", "slice", "transpose"),
 )
-# Which operands carry the data of a move; others are indices.
+# Operands that carry the data of a move; the other operands are indices.
 _MOVED_OPERANDS = {
     **dict.fromkeys(_FIRST_OPERAND_MOVES, slice(0, 1)),
     **dict.fromkeys(("all-to-all", "concatenate", "pad"), slice(None)),
     "dynamic-update-slice": slice(0, 2),
 }
-# Starts of asynchronous moves: their result is a tuple of the operand (an alias), the destination and contexts.
+# Asynchronous moves: index of the destination in the result tuple, which also holds the operand and contexts.
 _ASYNC_STARTS = {"all-gather-start": 1, "collective-permute-start": 1, "copy-start": 0}
-# Collectives that a compiler combines: they have as many results as operands, one for each.
+# Collectives that a compiler may combine into one instruction; result k then belongs to operand k.
 _COMBINABLE = {"all-gather", "all-reduce", "all-reduce-start", "collective-permute", "reduce-scatter"}
 _MOVING_CALLS = {"ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "SPMDFullToShardShape"}
 _FREE = {"constant", "iota", "partition-id", "replica-id", "rng-get-and-update-state"}
-# Operations whose result holds their operands' own memory.
+# Operations whose result may share memory with their operands.
 _ALIASING = {
     *("async-done", "async-start", "async-update", "bitcast", "call", "conditional", "copy-done", "copy-start"),
     *("dynamic-update-slice", "fusion", "get-tuple-element", "optimization-barrier", "scatter", "tuple", "while"),
 }
-# Files outside of the user's program: installed packages, and this package, wherever it is installed.
+# Files that are not the user's program: installed packages, and this package.
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
 _PACKAGE_FOLDER = str(pathlib.Path(__file__).parents[1]) + os.sep
 _COMPILE_FILE = str(pathlib.Path(__file__).with_name("_compile.py"))
@@ -63,7 +63,7 @@ _CALLING = {"fusion", "call", "while", "conditional", "async-start"}
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One operation of the program."""
+    """One operation of the program: XLA's message, and the id of the computation that contains it."""
 
     proto: Any
     computation: int
@@ -74,12 +74,12 @@ class Instruction:
 
     @property
     def is_free(self) -> bool:
-        """Whether its result holds no data of any argument."""
+        """Whether the result is computed from no operand, so that it depends on no argument."""
         return self.opcode in _FREE or self.proto.custom_call_target == "AllocateBuffer"
 
 
 class Graph:
-    """An HLO module (the ``module`` of a message that `read_hlo` returned), indexed."""
+    """Index of an HLO module: the ``module`` field of the message that `_proto.read_hlo` returns."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -95,7 +95,7 @@ class Graph:
                     self._callers.setdefault(called, []).append(instruction)
 
     def shape(self, value: Value) -> Any:
-        """Return the shape (a message) of a value."""
+        """Return the shape of a value, a ``Shape`` message."""
         shape = self.instructions[value[0]].proto.shape
         for index in value[1]:
             if index >= len(shape.tuple_shapes):
@@ -104,23 +104,23 @@ class Graph:
         return shape
 
     def num_elements(self, value: Value) -> int:
-        """Return the elements of an array; 0 for a tuple or token."""
+        """Return the number of elements of an array; 0 for a tuple or token."""
         return math.prod(self.shape(value).dimensions) if self.item_type(value)[1] else 0
 
     def item_type(self, value: Value) -> tuple[str, int]:
-        """Return the name and the bits of an item of an array; empty and 0 for a tuple or token."""
+        """Return XLA's name of an array's dtype, and the bits per element; empty and 0 for a tuple or token."""
         return element_type(self.shape(value).element_type)
 
     def is_floating(self, value: Value) -> bool:
         return self.item_type(value)[0].startswith(("f", "bf", "c"))
 
     def name(self, value: Value) -> str:
-        """Return XLA's name of the operation that writes a value: ``fusion loop_multiply_fusion.2``."""
+        """Return opcode and name of the operation that writes a value, such as ``fusion loop_multiply_fusion.2``."""
         proto = self.instructions[value[0]].proto
         return f"{proto.opcode} {proto.name}"
 
     def values(self) -> Iterator[Value]:
-        """Yield every array that an operation makes, in the order of the text (operands first)."""
+        """Yield the result arrays of all operations, in the order of the HLO text (operands first)."""
         return (value for instr_id in self.instructions for value in self.results(instr_id))
 
     def sources(self, value: Value) -> list[tuple[Value, Edge]]:
@@ -128,9 +128,9 @@ class Graph:
         return [(leaf, edge) for source, edge in self._sources(value) for leaf in self._existing(source, value)]
 
     def _existing(self, source: Value, value: Value) -> list[Value]:
-        """Return a source if its index exists, else the results of its instruction with the shape and type of `value`.
+        """Return a source if its index exists, else the results of its instruction with the shape and dtype of `value`.
 
-        Some compilers pack the results of an asynchronous operation differently.
+        Some compilers nest the results of an asynchronous operation differently, so an index may be missing.
         """
         instr_id, index = source
         leaves = self._leaves(instr_id)
@@ -139,7 +139,7 @@ class Graph:
         return [(instr_id, leaf) for leaf in leaves if self.is_like((instr_id, leaf), value)]
 
     def is_like(self, first: Value, second: Value) -> bool:
-        """Return whether two arrays have the same shape and type."""
+        """Return whether two arrays have the same shape and dtype."""
         a, b = self.shape(first), self.shape(second)
         return a.element_type == b.element_type and list(a.dimensions) == list(b.dimensions)
 
@@ -159,7 +159,7 @@ class Graph:
             return [((operands[0], (instruction.proto.tuple_index, *index)), Edge.ALIAS)]
         if opcode == "while":
             body = self.computations[instruction.proto.called_computation_ids[0]]
-            # A loop's result is its initial state if the body never runs, else what the body returned last.
+            # A loop's result is its initial state if the body never runs, else the last result of the body.
             return [((operands[0], index), Edge.ALIAS), ((body.root_id, index), Edge.ALIAS)]
         if opcode in ("call", "fusion", "conditional"):
             called_ids = instruction.proto.called_computation_ids
@@ -173,7 +173,7 @@ class Graph:
         if opcode in _COMBINABLE and len(operands) > 1 and index:
             operands, index = operands[index[0] : index[0] + 1], index[1:]
         if opcode == "async-start":
-            # (operands, result, contexts ...)
+            # The result is a tuple (operands, result of the called computation, contexts ...).
             if index[:1] == (0,) and len(index) > 1:
                 return [((operands[index[1]], index[2:]), Edge.ALIAS)]
             root = self.computations[instruction.proto.called_computation_ids[0]].root_id
@@ -183,7 +183,7 @@ class Graph:
             return [((operands[0], inner), Edge.ALIAS)]
         if opcode in _ASYNC_STARTS:
             kind = Edge.MOVE if index[:1] == (_ASYNC_STARTS[opcode],) else Edge.ALIAS
-            slot = index[1] if len(index) > 1 else 0  # a combined start has a table of operands and one of results
+            slot = index[1] if len(index) > 1 else 0  # if combined: a tuple of operands, and one of results
             return [((operands[slot], ()), kind)] if index[:1] in ((0,), (1,)) and slot < len(operands) else []
         if opcode.endswith("-done"):
             start = self.instructions[operands[0]]
@@ -194,7 +194,7 @@ class Graph:
         is_moving_call = instruction.proto.custom_call_target in _MOVING_CALLS
         if (moved_operands := slice(None) if is_moving_call else _MOVED_OPERANDS.get(opcode)) is not None:
             return [(source, Edge.MOVE) for o in operands[moved_operands] for source in self.results(o)]
-        if opcode == "scatter":  # in place
+        if opcode == "scatter":  # updates its first operand in place
             return [
                 ((operand, ()), Edge.MOVE if position == 0 else Edge.COMPUTE)
                 for position, operand in enumerate(operands)
@@ -202,11 +202,11 @@ class Graph:
         return [(source, Edge.COMPUTE) for o in operands for source in self.results(o)]
 
     def results(self, instr_id: int) -> list[Value]:
-        """List the arrays that an instruction makes."""
+        """List the arrays in an instruction's result."""
         return [(instr_id, index) for index in _leaf_indices(self.instructions[instr_id].proto.shape)]
 
     def loop_of(self, value: Value) -> int | None:
-        """Return the loop whose body or condition receives this value as its state; None for any other value."""
+        """Return the id of the loop whose body or condition receives this value as its state; else None."""
         instruction = self.instructions[value[0]]
         if instruction.opcode != "parameter":
             return None
@@ -214,7 +214,7 @@ class Graph:
         return next((caller.proto.id for caller in callers if caller.opcode == "while"), None)
 
     def caller(self, instr_id: int) -> int | None:
-        """Return the operation that calls the computation of an operation; None in the entry computation."""
+        """Return the id of the first operation that calls an operation's computation; None in the entry computation."""
         callers = self._callers.get(self.instructions[instr_id].computation, ())
         return callers[0].proto.id if callers else None
 
@@ -223,7 +223,7 @@ class Graph:
         edges: list[tuple[Value, Edge]] = []
         for caller in self._callers.get(parameter.computation, ()):
             operands, called = caller.proto.operand_ids, list(caller.proto.called_computation_ids)
-            # A conditional's first operand chooses the branch; branch k takes operand k + 1.
+            # A conditional's first operand selects the branch; branch k takes operand k + 1.
             operand_index = 1 + called.index(parameter.computation) if caller.opcode == "conditional" else number
             if operand_index < len(operands):
                 edges.append(((operands[operand_index], index), Edge.ALIAS))
@@ -247,8 +247,8 @@ class Graph:
                 continue
             stack.append((instr_id, True))
             called_ids = list(instruction.proto.called_computation_ids)
-            # A loop lists its body before its condition, but runs the condition first. Calls and branches keep their
-            # order.
+            # A loop lists its body before its condition, but runs the condition first. Computations of calls and
+            # conditionals run in the order of the list.
             for called in called_ids if instruction.opcode == "while" else reversed(called_ids):
                 stack.extend((inner, False) for inner in reversed(sequences.get(called, [])))
         return order
@@ -264,7 +264,7 @@ class Graph:
     @functools.cached_property
     def last_uses(self) -> dict[str, int]:
         """Last position at which the result of every instruction is read, by the instruction's name."""
-        # A value inside of a tuple or loop is used as long as the tuple or loop is.
+        # An operand that may share memory with a result is in use as long as the result.
         last_uses: dict[int, int] = {}
         for position in range(len(self.order) - 1, -1, -1):
             instr_id = self.order[position]
@@ -285,11 +285,11 @@ class Graph:
     # --- where JAX made an operation ---------------------------------------------------------------------------------
 
     def scope(self, instr_id: int) -> str:
-        """Return the scopes in which JAX made an operation; for a fusion without any, those of a fused operation."""
+        """Return JAX's scope of an operation (``op_name``); a fusion without one has that of a fused operation."""
         return next((metadata.op_name for metadata in self._metadata(instr_id) if metadata.op_name), "")
 
     def source(self, instr_id: int) -> str:
-        """Return the innermost source line of the user's program, ``file.py:12 (function)``; empty when unknown."""
+        """Return the innermost line of user code, or else of a library: ``file.py:12 (function)``; empty if unknown."""
         frames = (metadata.stack_frame_id for metadata in self._metadata(instr_id))
         return self._frame_text(next(filter(None, frames), 0))
 
@@ -311,7 +311,7 @@ class Graph:
             file = index.file_names[location.file_name_id - 1]
             lines.append((file, location.line, index.function_names[location.function_name_id - 1]))
             frame = entry.parent_frame_id
-        # Frames outside of Lowtide's compile call are not the program. A library's line serves if the user has none.
+        # Frames outside of Lowtide's compile call do not belong to the program.
         lines = list(itertools.takewhile(lambda line: line[0] != _COMPILE_FILE, lines))
         user_lines = [line for line in lines if not (_INSTALLED.search(line[0]) or line[0].startswith(_PACKAGE_FOLDER))]
         if not lines:
@@ -321,13 +321,13 @@ class Graph:
 
 
 def reachable(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """Yield the start nodes and all nodes that steps lead to, the nearest first, each once.
+    """Yield the start nodes and every node that is reachable from them, once, in breadth-first order.
 
-    `step` returns the next nodes of a node; it is called after the node was yielded.
+    `step` returns the successors of a node; it is called after the node was yielded.
     """
     nodes = list(dict.fromkeys(start))
     visited = set(nodes)
-    for node in nodes:  # `nodes` grows meanwhile
+    for node in nodes:  # the loop appends to `nodes`
         yield node
         new = [neighbor for neighbor in step(node) if neighbor not in visited]
         nodes += dict.fromkeys(new)
@@ -344,17 +344,17 @@ def _leaf_indices(shape: Any) -> list[tuple[int, ...]]:
 
 # An allocation of temporaries is a heap: values are at offsets and share bytes at different times. XLA's trace says
 # when a value is allocated (ALLOC), when it takes over the bytes of another value (SHARE_WITH) and when it is freed
-# (FREE). A region stays alive until the last value that shares it is freed. Values without an event are of two kinds:
-# other names of a value that has events (loop states), and small values for which a TPU reserves bytes throughout.
+# (FREE). Shared bytes stay alive until the last value that shares them is freed. Two kinds of values have no event:
+# aliases of a value with events (loop states), and small values for which a TPU reserves bytes in the whole program.
 
 _ALLOCATED, _FREED, _SHARED = 0, 1, 2
-# Colors of allocations are a TPU's memory spaces. GPUs have these two, and CPUs have 0 only.
+# The color of an allocation is its memory space. TPUs have more spaces than these two; CPUs have only 0.
 DEVICE_COLOR, HOST_COLOR = 0, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A region of an allocation, in bytes, that one value owns from position `start` to position `end`, included."""
+    """Bytes of an allocation that one value holds from position `start` to position `end`, both included."""
 
     value: Value
     offset: int
@@ -364,7 +364,7 @@ class Segment:
 
 
 def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
-    """List the values in an allocation of temporaries, as segments that never overlap in both bytes and time."""
+    """List the segments of an allocation of temporaries; no two overlap in both bytes and positions."""
     placed = {a.logical_buffer_id: (a.offset, a.size) for a in allocation.assigned}
     defined = {
         b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index))
@@ -380,7 +380,7 @@ def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
     ]
     traced = {e.buffer_id for trace in assignment.heap_traces for e in trace.events}
     occupied = _merge_ranges((s.offset, s.offset + s.size) for s in result)
-    # Values without an event: the largest first, and only where no other value is known to be.
+    # Add values without an event, the largest first, but only at bytes that no other value occupies.
     for buffer in sorted(placed.keys() - traced, key=lambda b: -placed[b][1]):
         offset, size = placed[buffer]
         if size and not any(start < offset + size and offset < stop for start, stop in occupied):
@@ -390,7 +390,7 @@ def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
 
 
 class _Region:
-    """Values that share bytes, one after the other; in pauses between them other regions may use the bytes."""
+    """Values that hold the same bytes one after the other; in pauses between them other regions may use the bytes."""
 
     def __init__(self, buffer: int, position: int) -> None:
         self.takes: list[tuple[int, int, int]] = []  # (start, stop, buffer)
@@ -435,9 +435,8 @@ def _regions(graph: Graph, events: Sequence[Any]) -> list[_Region]:
 def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
     """Return the position of each event.
 
-    A FREE names the instruction that made the value, not its last reader. It happens after the preceding allocation and
-    before the next one, and in between at the last use of the value. If an instruction runs more than once, an event
-    means its next run.
+    An allocation happens at the next run of the instruction that it names. A FREE names the instruction that made the
+    value, not its last reader. It gets the position of the last use, limited by the allocations before and after it.
     """
     positions_by_name: dict[str, list[int]] = {}
     for position, instr_id in enumerate(graph.order):
@@ -446,10 +445,9 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
     for event in events:
         if event.kind != _FREED:
             runs = positions_by_name.get(event.instruction_name, [])
-            # The next run of an instruction that runs more than once.
             current = next((p for p in runs if p >= current), runs[0] if runs else current)
         earliest.append(current)
-    # Backwards, so that the next allocation after a FREE is known.
+    # Go backwards, so that the next allocation after a FREE is known.
     next_allocation, positions = len(graph.order), list[int]()
     for event, first in zip(reversed(events), reversed(earliest), strict=True):
         if event.kind != _FREED:
@@ -463,7 +461,7 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
 
 
 def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return byte ranges in which overlapping ranges are merged."""
+    """Merge overlapping byte ranges (start, stop)."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if merged and start < merged[-1][1]:

@@ -1,8 +1,8 @@
 """Read XLA's HloProto: the program, its buffer assignment and its heap traces, as the compiler dumps them.
 
-Only the fields that Lowtide needs are described. protobuf skips all others, so a newer XLA may add fields. The numbers
-are those of `xla/service/hlo.proto` and `xla/xla_data.proto` in openxla/xla, checked against jaxlib 0.10.2 and libtpu
-0.0.51.
+`_SCHEMA` has only the fields that Lowtide needs. protobuf skips all others, so a newer XLA may add fields. The numbers
+of fields are those of `xla/service/hlo.proto` and `xla/xla_data.proto` in openxla/xla, checked against jaxlib 0.10.2
+and libtpu 0.0.51.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..core import StructureError
 
 _INT, _TEXT, _BOOL, _BYTES = "int", "text", "bool", "bytes"
 
-# message -> field -> (number, type). A list is a repeated field; any text but the four above is the name of a message.
+# message -> field -> (number, type). A list is a repeated field; a type other than the four above is a message.
 _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
     "Hlo": {"module": (1, "Module"), "assignment": (3, "Assignment")},
     "Module": {
@@ -144,7 +144,7 @@ def read_hlo(path: str | Path) -> Any:
 
 
 def element_type(number: int) -> tuple[str, int]:
-    """Return the name and the bits per element of an XLA type; empty and 0 for tuples, tokens and unknown types."""
+    """Return name and bits per element of a `PrimitiveType`; empty and 0 for tuples, tokens and unknown types."""
     return _ELEMENT_TYPES.get(number, ("", 0))
 
 

@@ -1,9 +1,9 @@
 """Count the bytes that a compiled program moves to and from device memory, with loops counted as often as they run.
 
-XLA's own count takes a loop's body once. In both, every operation reads its operands and writes its result. A fusion
-that only slices an array counts the slices; one that updates an array in place counts the update. Arrays in a TPU's
-vector memory or on the host do not count. A conditional counts its most expensive branch. Limits: a kernel (custom
-call) counts its operands and results once. Caches of a CPU and a GPU save some of the counted traffic.
+XLA's own count includes a loop's body only once. In both counts, every operation reads its operands and writes its
+result. A fusion that only slices an array counts the slices; one that updates an array in place counts the update.
+Arrays in a TPU's vector memory or on the host do not count. A conditional counts its most expensive branch. Limits: a
+kernel (custom call) counts its operands and results once. Caches of a CPU and a GPU save some of the counted traffic.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ _NO_TRAFFIC = {
     *("replica-id", "optimization-barrier", "opt-barrier", "domain", "add-dependency", "async-update"),
 }
 _IDENTITIES = {"bitcast", "copy", "convert", "reshape"}
-"""Operations that, inside of a fusion, give another form of the same numbers."""
+"""Operations in a fusion that change only the layout, shape or dtype of their operand."""
 _BARRIERS = ("opt-barrier", "optimization-barrier")
 _FORWARDING = {"bitcast", "copy", "copy-done", "copy-start", "reshape", *_BARRIERS}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
 class Traffic:
-    """The bytes of each computation of a module (the ``module`` of a message that `read_hlo` returned)."""
+    """Counter of the bytes of a program; `module` is the ``module`` field of the message from `_proto.read_hlo`."""
 
     def __init__(self, module: Any) -> None:
         graph = Graph(module)
         self._entry: int = graph.entry.id
         self._computations = graph.computations
         self._instructions = {instr_id: instr.proto for instr_id, instr in graph.instructions.items()}
-        self._owners = {instr_id: instr.computation for instr_id, instr in graph.instructions.items()}
+        self._parent = {instr_id: instr.computation for instr_id, instr in graph.instructions.items()}
         self._users: dict[int, list[Any]] = {}
-        self._computed: dict[int, int] = {}
-        self._callers: dict[int, Any] = {}
+        self._bytes_of: dict[int, int] = {}
+        self._fusion_of: dict[int, Any] = {}
         """Fusion instruction by the id of its fused computation."""
         for instr in self._instructions.values():
             for operand_id in instr.operand_ids:
                 self._users.setdefault(operand_id, []).append(instr)
             if instr.opcode == "fusion":
-                self._callers[instr.called_computation_ids[0]] = instr
+                self._fusion_of[instr.called_computation_ids[0]] = instr
 
     def total(self) -> int:
         """Return the bytes of the program; `StructureError` for a loop with an unknown number of iterations."""
         return self._computation_bytes(self._entry)
 
     def _computation_bytes(self, computation_id: int) -> int:
-        if computation_id not in self._computed:
+        if computation_id not in self._bytes_of:
             instructions = self._computations[computation_id].instructions
-            self._computed[computation_id] = sum(map(self._instruction_bytes, instructions))
-        return self._computed[computation_id]
+            self._bytes_of[computation_id] = sum(map(self._instruction_bytes, instructions))
+        return self._bytes_of[computation_id]
 
     def _instruction_bytes(self, instr: Any) -> int:
         called = list(instr.called_computation_ids)
@@ -85,10 +85,10 @@ class Traffic:
         return read + sum(self._written_bytes(root_id) for root_id in roots)
 
     def _read_bytes(self, parameter: Any, roots: Sequence[int]) -> int:
-        """Return the bytes that a fusion reads of an operand: its slices, if the fusion only slices it (or a cast)."""
+        """Return the bytes of an operand that a fusion reads; if it only slices the operand, only slices count."""
         total, sliced, pending = size(parameter.shape), 0, [parameter.id]
         while pending:
-            value_id = self._outermost(pending.pop(), parameter)
+            value_id = self._outermost_fusion(pending.pop(), parameter)
             if value_id in roots:
                 return total
             for user in self._users.get(value_id, []):
@@ -107,10 +107,10 @@ class Traffic:
                     return total
         return min(sliced, total)
 
-    def _outermost(self, value: int, parameter: Any) -> int:
-        """Return the outermost fusion, within the parameter's computation, whose result is this value."""
-        while (body := self._owners[value]) != self._owners[parameter.id] and self._computations[body].root_id == value:
-            value = self._callers[body].id
+    def _outermost_fusion(self, value: int, parameter: Any) -> int:
+        """Return the id of the outermost fusion in `parameter`'s computation that returns `value`; else `value`."""
+        while (body := self._parent[value]) != self._parent[parameter.id] and self._computations[body].root_id == value:
+            value = self._fusion_of[body].id
         return value
 
     def _written_bytes(self, root_id: int) -> int:
@@ -125,20 +125,20 @@ class Traffic:
         return size(self._instructions[inner.operand_ids[1]].shape)
 
     def _trip_count(self, loop: Any) -> int:
-        """Return the number of iterations of a loop whose counter starts, steps and ends at constants."""
+        """Return a loop's number of iterations: XLA's, or that of a counter with constant start, step and end."""
         if (match := re.search(rb'"known_trip_count":\{"n":"(\d+)"', loop.backend_config)) is not None:
             return int(match[1])
         body, condition = (self._computations[computation_id] for computation_id in loop.called_computation_ids)
         initial, result = self._instructions[loop.operand_ids[0]], self._instructions[body.root_id]
-        comparison = self._origin(condition.root_id)
+        comparison = self._definition(condition.root_id)
         if comparison.opcode == "compare" and comparison.comparison_direction == "LT" and initial.opcode == "tuple":
-            counter, bound = map(self._origin, comparison.operand_ids)
+            counter, bound = map(self._definition, comparison.operand_ids)
             if counter.opcode == "get-tuple-element" and result.opcode == "tuple":
                 index = counter.tuple_index
                 if bound.opcode == "get-tuple-element" and self._is_unchanged(result, bound.tuple_index):
-                    bound = self._origin(initial.operand_ids[bound.tuple_index])
-                first, last = _constant_value(self._origin(initial.operand_ids[index])), _constant_value(bound)
-                step = self._counter_step(self._origin(result.operand_ids[index]), index)
+                    bound = self._definition(initial.operand_ids[bound.tuple_index])
+                first, last = _constant_value(self._definition(initial.operand_ids[index])), _constant_value(bound)
+                step = self._counter_step(self._definition(result.operand_ids[index]), index)
                 if first is not None and last is not None and step:
                     return max(0, -(-(last - first) // step))
         problem = f"the number of iterations of the loop {loop.name} is unknown, so its bytes cannot be counted"
@@ -146,25 +146,25 @@ class Traffic:
 
     def _is_unchanged(self, result: Any, index: int) -> bool:
         """Return whether a loop's body returns an entry of its state unchanged."""
-        source = self._origin(result.operand_ids[index])
+        source = self._definition(result.operand_ids[index])
         return source.opcode == "get-tuple-element" and source.tuple_index == index
 
     def _counter_step(self, addition: Any, index: int) -> int | None:
-        """Return the constant by which a counter grows, or None."""
+        """Return the constant that `addition` adds to the counter at `index` of the loop's state, or None."""
         if addition.opcode != "add":
             return None
-        terms = list(map(self._origin, addition.operand_ids))
+        terms = list(map(self._definition, addition.operand_ids))
         is_counter = [term.opcode == "get-tuple-element" and term.tuple_index == index for term in terms]
         return _constant_value(terms[is_counter.index(False)]) if sorted(is_counter) == [False, True] else None
 
-    def _origin(self, instr_id: int) -> Any:
+    def _definition(self, instr_id: int) -> Any:
         """Follow a scalar to the operation that computes it, into and out of fusions."""
         instr = self._instructions[instr_id]
         while True:
             operand = self._instructions[instr.operand_ids[0]] if instr.operand_ids else None
             if instr.opcode == "fusion":
                 instr = self._instructions[self._computations[instr.called_computation_ids[0]].root_id]
-            elif instr.opcode == "parameter" and (caller := self._callers.get(self._owners[instr.id])) is not None:
+            elif instr.opcode == "parameter" and (caller := self._fusion_of.get(self._parent[instr.id])) is not None:
                 instr = self._instructions[caller.operand_ids[instr.parameter_number]]
             elif (
                 instr.opcode == "get-tuple-element" and operand is not None and operand.opcode in ("tuple", *_BARRIERS)
@@ -187,7 +187,7 @@ def _constant_value(instr: Any) -> int | None:
 
 
 def size(shape: Any) -> int:
-    """Return the bytes of a shape, or of a tuple of shapes, in a device's main memory."""
+    """Return the bytes of a shape, or of all shapes of a tuple; arrays outside of a device's main memory count 0."""
     if shape.tuple_shapes:
         return sum(size(element) for element in shape.tuple_shapes)
     bits = element_type(shape.element_type)[1]

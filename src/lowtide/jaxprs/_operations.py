@@ -1,20 +1,20 @@
-"""Operations of jaxprs: the parameters with the jaxprs inside, their inputs, how often they run, and FLOPs.
+"""Jaxprs inside of operations: the parameters that hold them, their inputs, and how often they run; and FLOPs.
 
-This is Lowtide's only such table. `walk` visits operations with the context of their place, `fold` propagates facts
-about values. Code that needs a special rule for a kind of operation keeps the rule itself, and gets the kind from here.
+`PRIMITIVES` is Lowtide's only table of this kind. `walk` visits operations in their context, and `fold` propagates
+facts about values. Special rules for a kind of operation are in the modules that need them, which call `kind_of`.
 
 | kind | inputs of the jaxprs inside | their outputs |
 |---|---|---|
 | call, remat, custom derivative | the operands | the results |
 | branch | the operands after the first, which selects the branch | the results |
 | scan | the operands: constants, carry, and slices of stacked ones | the results, and slices of stacked ones |
-| while | for condition and body their own constants, then the carry | whether to continue; the carry |
-| choice | the operands | the results; the lowering selects one of two jaxprs, and only the second is listed here |
+| while | own constants of the condition or the body, then the carry | condition: whether to continue; body: the carry |
+| choice | the operands | the results; lowering selects one of two jaxprs, and `bodies` lists only the second |
 | `shard_map` | each device's part of the operands | its part of the results |
 | kernel | references, for each point of a grid | none |
-| scalar | two numbers, which it adds up, compares or replaces | one number |
-| opaque | hidden: the operation has its own rules | |
-| other: everything that is not in the table and holds a jaxpr | unknown | unknown |
+| scalar | two numbers, which the jaxpr adds up, compares or replaces | one number |
+| opaque | not visible, because the operation has its own rules | |
+| other: an operation with a jaxpr that is not in `PRIMITIVES` | unknown | unknown |
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Kind(enum.Enum):
 
     @property
     def only_groups(self) -> bool:
-        """Whether the operation runs its only jaxpr once, with the same operands."""
+        """Whether the operation runs its only jaxpr once, on its own operands."""
         return self in (Kind.CALL, Kind.REMAT) or self.is_custom
 
 
@@ -89,9 +89,9 @@ class Body:
     jaxpr: Any
     """The jaxpr as the operation holds it, open or closed."""
     reads: tuple[int, ...] | None
-    """Index of the operand that each input comes from, as a whole or in part; None if inputs have no known operands."""
+    """For each input, the index of the operand that it is, or is a part of; None if the operands are unknown."""
     carried: range = range(0)
-    """Inputs that are operands in the first iteration only, and results of the previous iteration after that."""
+    """Indices of inputs that are operands in the first iteration, and then results of the previous iteration."""
     times: int = 1
     """How often the jaxpr runs on one device per run of the operation; a `while` loop counts once."""
 
@@ -104,18 +104,18 @@ def kind_of(eqn: Any) -> Kind | None:
     # A primitive that is not in the table may hold jaxprs in any parameter.
     if next(_jaxprs(tuple(eqn.params.values())), None) is None:
         return None
-    # These combine two numbers.
+    # The jaxprs of these operations combine two numbers.
     return Kind.SCALAR if name.startswith(("scatter", "reduce", "select_and")) else Kind.OTHER
 
 
 def called(eqn: Any) -> Any:
-    """Return the jaxpr of an operation that only groups others, open or closed; None for any other operation."""
+    """Return the jaxpr, open or closed, of an operation that only groups operations; None for any other."""
     kind, names = PRIMITIVES.get(eqn.primitive.name, (Kind.OTHER, ()))
     return eqn.params[names[0]] if kind.only_groups else None
 
 
 def bodies(eqn: Any) -> list[Body]:
-    """List the jaxprs inside of an operation, in order; for an unknown operation, all of its parameters' jaxprs."""
+    """List the jaxprs inside of an operation, in order; for an unknown operation, the jaxprs of all parameters."""
     params, operands = eqn.params, tuple(range(len(eqn.invars)))
     kind, names = PRIMITIVES.get(eqn.primitive.name, (Kind.OTHER, ()))
     jaxprs = list(_jaxprs(tuple(params[name] for name in names or params)))
@@ -141,21 +141,21 @@ def bodies(eqn: Any) -> list[Body]:
 
 
 def with_bodies(eqn: Any, change: Callable[[Body], Any]) -> Any:
-    """Replace each jaxpr inside of an operation by ``change(body)``, which has the same inputs and outputs."""
+    """Replace each jaxpr inside of an operation by ``change(body)``, which must have the same inputs and outputs."""
     by_id = {id(body.jaxpr): body for body in bodies(eqn)}
     return with_jaxprs(eqn, lambda jaxpr: change(by_id[id(jaxpr)]) if id(jaxpr) in by_id else jaxpr)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield all operations of a jaxpr and of those inside, in program order."""
+    """Yield all operations of a jaxpr and of the jaxprs inside of it, in program order."""
     return (eqn for eqn, _ in walk(jaxpr, None, lambda *_: None))
 
 
 def walk(jaxpr: Any, context: Context, enter: Callable[[Any, Body, Context], Context]) -> Iterator[tuple[Any, Context]]:
-    """Yield all operations of a jaxpr and of those inside, in program order, each with the context of its place.
+    """Yield all operations of a jaxpr and of the jaxprs inside of it, in program order, each with its context.
 
-    `context` is that of the outermost operations. ``enter(eqn, body, context)`` gets an operation, one of its bodies
-    and the operation's context, and returns the context inside of that body.
+    `context` belongs to the outermost operations. ``enter(eqn, body, context)`` gets an operation, one of its bodies
+    and the operation's context, and returns the context of the operations in that body.
     """
     for eqn in opened(jaxpr).eqns:
         yield eqn, context
@@ -190,7 +190,7 @@ def fold(
 
 
 def runner(eqn: Any) -> Callable[..., Sequence[Any]]:
-    """Return an operation as a function of the variables that it reads; its literals stay inside."""
+    """Return a function that runs an operation on one value per operand; values for its literals are ignored."""
     variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, jex.Var)))
     positions = [next(i for i, var in enumerate(eqn.invars) if var is variable) for variable in variables]
     # Dropped results are left out of the jaxpr; `run` returns None in their places.
@@ -206,7 +206,7 @@ def runner(eqn: Any) -> Callable[..., Sequence[Any]]:
 
 
 def variables_read(jaxpr: Any) -> set[Any]:
-    """Return the variables that operations read or that are outputs, in a jaxpr and in those inside."""
+    """Return the variables that operations read or that are outputs, in a jaxpr and in the jaxprs inside of it."""
     inner = opened(jaxpr)
     groups = [*(eqn.invars for eqn in inner.eqns), inner.outvars]
     read = {var for group in groups for var in group if isinstance(var, jex.Var)}
@@ -214,7 +214,7 @@ def variables_read(jaxpr: Any) -> set[Any]:
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
-    """Yield the jaxprs in a parameter, and in tuples there; JAX allows no other containers."""
+    """Yield the jaxprs in a parameter, also in tuples; JAX allows no other containers."""
     if is_jaxpr(value):
         yield value
     elif isinstance(value, tuple):
@@ -223,12 +223,11 @@ def _jaxprs(value: Any) -> Iterator[Any]:
 
 
 # --- FLOPs ------------------------------------------------------------------------------------------------------------
-#
 # The count serves to compare alternatives, not to predict time: 2mnk for a product, one per element of any other
 # result, one per element that a reduction reads, none for moving data. A Pallas kernel counts its own estimate
-# (`cost_estimate`), or else its body for each point of its grid. Other kernels that XLA does not see into count one
-# operation per element of their results, except cuDNN's attention. A `while` loop counts once, a `cond` its most
-# expensive branch, a `shard_map` the work of all devices.
+# (`cost_estimate`), or else its body for each point of its grid. Other opaque kernels count one per element of their
+# results, except cuDNN's attention. A `while` loop counts once, a `cond` its most expensive branch, a `shard_map` the
+# work of all devices.
 
 _FREE_PRIMITIVES = {
     *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice", "gather", "rev"),
@@ -270,14 +269,14 @@ def eqn_flops(eqn: Any) -> int:
     if primitive == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].rhs_spec[0]  # axis of the output features; its size may be 0
         kernel = math.prod(size for dim, size in enumerate(eqn.invars[1].aval.shape) if dim != features)
-        stuffed = math.prod(eqn.params["lhs_dilation"])  # zeros that the gradient of a strided convolution inserts
+        stuffed = math.prod(eqn.params["lhs_dilation"])  # the gradient of a strided convolution inserts zeros
         return 2 * _size(out) * kernel // stuffed
     if primitive == "ragged_dot_general":
         return _ragged_flops(eqn)
     if primitive.startswith("scaled_matmul"):  # [B, M, K] and [B, N, K]
         return 2 * _size(out) * eqn.invars[0].aval.shape[-1]
-    if primitive.startswith("dot_product_attention"):  # query [B, T, N, H], key [B, S, K, H]; by layout 1 heads first
-        num_products = 5 if "_bwd" in primitive else 2  # backward: the scores again, and four gradients
+    if primitive.startswith("dot_product_attention"):  # query [B, T, N, H], key [B, S, K, H]; layout 1: heads first
+        num_products = 5 if "_bwd" in primitive else 2  # backward: recomputed scores, and four gradients
         return 2 * num_products * _size(eqn.invars[0].aval) * eqn.invars[1].aval.shape[1 + eqn.params["layout"]]
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
@@ -295,7 +294,7 @@ def eqn_flops(eqn: Any) -> int:
 
 
 def _ragged_flops(eqn: Any) -> int:
-    """Return the FLOPs of a product whose rows, or whose summed axis, are in groups."""
+    """Return the FLOPs of a grouped product, in which rows or the summed axis are split into groups."""
     numbers, (lhs, _, groups) = eqn.params["ragged_dot_dimension_numbers"], (var.aval for var in eqn.invars)
     (contracted, _), _ = numbers.dot_dimension_numbers
     flops = 2 * _size(eqn.outvars[0].aval) * math.prod(lhs.shape[dim] for dim in contracted)

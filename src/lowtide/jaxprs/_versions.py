@@ -3,10 +3,10 @@
 | what | 0.10.2 | 0.11.2 | 0.12.0.1 |
 |---|---|---|---|
 | a closed jaxpr | another class than an open one | the same class | the same class |
-| a call of a traced function | dissolved | `eval_jaxpr` | `eval_jaxpr` |
+| a call of a traced function | inlined | `eval_jaxpr` | `eval_jaxpr` |
 | parameters of a `scan` | `num_consts`, `num_carry` | `ft_in` | `ft_in` |
 | names in a checkpoint policy | attributes, closures | attributes | closures |
-| checkpoint, name with `jax_remat3` | `call_hi_primitive`, not in gradients | `call_hi_primitive` | the same |
+| checkpoint, name with `jax_remat3` | `call_hi_primitive`, except in gradients | `call_hi_primitive` | the same |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..core._compat import classic_remat
 
 
 def is_closed(value: Any) -> bool:
-    """Return whether a value is a jaxpr that may hold constants, in `consts`."""
+    """Return whether a value is a closed jaxpr, which may hold constants in `consts`."""
     return isinstance(value, jex.ClosedJaxpr)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -43,17 +43,17 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def opened(jaxpr: Any) -> Any:
-    """Return a jaxpr, open or closed, without its constants."""
+    """Return the open jaxpr of a closed one, without constants; return an open one unchanged."""
     return jaxpr.jaxpr if is_closed(jaxpr) else jaxpr
 
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:
-    """Return the constants of a jaxpr; an open one has none."""
+    """Return the constants that a closed jaxpr holds; empty for an open one."""
     return jaxpr.consts if is_closed(jaxpr) else ()
 
 
 def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
-    """Replace the jaxprs in an operation's parameters, and in tuples there; return `eqn` itself if none changes."""
+    """Replace every jaxpr in an operation's parameters, also in tuples; return `eqn` itself if none changes."""
 
     def replace(value: Any) -> Any:
         if is_jaxpr(value):
@@ -63,7 +63,7 @@ def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
         new = tuple(map(replace, value))
         if all(a is b for a, b in zip(new, value, strict=True)):
             return value
-        # A named tuple takes its fields one by one.
+        # A named tuple's constructor takes separate fields.
         return type(value)(*new) if hasattr(value, "_fields") else new
 
     params = {key: replace(value) for key, value in eqn.params.items()}
@@ -71,12 +71,12 @@ def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """Wrap `jax.make_jaxpr`: the function returns a closed jaxpr, rewritten by `plain`, and the result's shapes."""
+    """Wrap `jax.make_jaxpr`; the new function returns a closed jaxpr, rewritten by `plain`, and the result's shapes."""
 
     def make(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with classic_remat():
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
-        return plain(closed), shapes  # functions wrapped in jax.checkpoint earlier are still of the other kind
+        return plain(closed), shapes  # functions that were wrapped in `jax.checkpoint` earlier need `plain`
 
     return make
 
@@ -104,7 +104,7 @@ def _plain_equation(eqn: Any) -> Any:
             inner = plain(operation.jaxpr)
             # `remat_p` takes an open jaxpr; where open and closed ones are one class, there is nothing to open.
             params = {"jaxpr": getattr(inner, "jaxpr", inner), "policy": operation.policy, "differentiated": False}
-            prevent_cse = getattr(operation, "prevent_cse", True)  # JAX 0.10 always prevents it
+            prevent_cse = getattr(operation, "prevent_cse", True)  # JAX 0.10 always prevents CSE
             return eqn.replace(primitive=remat_p, params={**params, "prevent_cse": prevent_cse})
         if type(operation).__name__ in ("CheckpointName", "CheckpointNameFwd"):
             return eqn.replace(primitive=name_p, params={"name": operation.name})
@@ -115,8 +115,8 @@ def _plain_equation(eqn: Any) -> Any:
 def source_line(eqn: Any, *, own: bool = False) -> str:
     """Return file and line of the innermost source line outside of JAX that an operation comes from; empty if unknown.
 
-    In a backward pass it is the line of the forward pass. `own` also skips Lowtide's own lines, which are there if
-    Lowtide traced a user's function. The file is relative to the working directory if it is below it.
+    In a backward pass it is the line of the forward pass. With `own`, lines of Lowtide are skipped, too, as when
+    Lowtide traces a user's function. Paths of files below the working directory are relative.
     """
     frames = getattr(eqn.source_info.traceback, "frames", None) or ()
     folders = [os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__))][: 1 + own]
@@ -141,25 +141,25 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def policy_names(policy: Any) -> dict[str, bool]:
     """Return the checkpoint names that a policy of `jax.checkpoint` distinguishes, and whether it saves them.
 
-    A policy is an opaque function. So its attributes, closure, defaults and constants are searched for texts. The
-    policy is then called with each text as a name. A text is a checkpoint name if the answer differs from the answer
-    for a name that nobody uses. Other texts, such as the memory kinds of an offload, are not names. A name is False if
-    the policy leaves it out and saves all others.
+    A policy is an opaque function. So its attributes, closure, defaults and constants are searched for strings. The
+    policy is then called with each string as a name. A string is a checkpoint name if the answer differs from the
+    answer for a name that nobody uses. Other strings, such as the memory kinds of an offload, are not names. If a
+    policy saves all names except some, these have the value False.
     """
-    # The answer for all names that the policy does not know.
+    # The policy's answer for all names that it does not know.
     default = saves_name(policy, _UNUSED_NAME)
     return {text: not default for text in _collect_texts(policy) if saves_name(policy, text) != default}
 
 
 def saves_name(policy: Any, name: str) -> bool:
-    """Return whether a policy keeps or offloads a value of this name; False if the policy raises.
+    """Return whether a policy of `jax.checkpoint` saves or offloads a value of this name; False if the policy raises.
 
-    The policy is asked about a matrix of 4 GiB, since policies may ignore small values, and about a scalar.
+    The policy is called for a matrix of 4 GiB, because policies may ignore small values, and for a scalar.
     """
     for shape in ((2**15, 2**15), ()):
         try:
             case = policy(name_p, jax.core.ShapedArray(shape, jnp.float32), name=name)
-        except Exception:  # of a user's policy that takes other arguments
+        except Exception:  # a user's policy may take other arguments
             continue
         if case and type(case).__name__ != "RecomputeType":
             return True
@@ -168,11 +168,11 @@ def saves_name(policy: Any, name: str) -> bool:
 
 _UNUSED_NAME = "lowtide: a name that nobody gives"
 _MAX_NAMES = 1000
-"""A container with more entries than this is not a list of names."""
+"""Most entries of a container that is searched for names."""
 
 
 def _collect_texts(policy: Any) -> set[str]:
-    """Return the texts that a policy holds, also inside of functions and policies that it holds."""
+    """Return the strings that a policy holds, also inside of functions and policies that it holds."""
     texts, visited, pending = set[str](), dict[int, Any](), [policy]
     while pending:
         value = pending.pop()

@@ -1,4 +1,4 @@
-"""Compile for present or absent hardware, and report the owners of the program's bytes."""
+"""Compile a function for attached or absent hardware, and report which arrays and operations own its bytes."""
 
 from ..hlo import crossed_donations as crossed_donations
 from ..hlo import is_out_of_memory as is_out_of_memory

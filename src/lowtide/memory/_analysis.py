@@ -1,8 +1,8 @@
 """Compile functions for a target, and report their bytes without running them.
 
-`_owners` assigns an owner to each buffer. This module compiles, adds XLA's totals, and builds the `MemoryReport`. It
-counts arguments and outputs that are declared in host memory as host bytes, and adds the copies with which a GPU reads
-them.
+`_owners` finds the owner of each buffer: an argument, an output or an operation. This module compiles, adds XLA's
+totals, and builds the `MemoryReport`. Arguments and outputs that are declared in host memory count as host bytes. For a
+compile-only GPU, the report adds the device copies that a real GPU makes of such arguments.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ._owners import Owners
 from ._roles import Role, argument_roles, named_roles
 
 _NOTABLE_BYTES = 2**20
-"""Constants outside the figures get a note from this size on."""
+"""Constants outside of a report's buffers get a note if they have at least this many bytes in total."""
 _SLICES = ("dynamic-slice", "slice", "gather")
 _PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
 _HOST_NOTES = {
@@ -85,7 +85,7 @@ class Program(CompiledProgram):
             The report, even for a program that does not fit.
 
         Raises:
-            ConfigError: for roles that do not fit the arguments.
+            ConfigError: for a reserved role name, or an argument that is static, does not exist or has two roles.
         """
         return examine(self, roles)[0]
 
@@ -98,29 +98,22 @@ def compile(
     static_argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Program:
-    """Compile a function for present or absent hardware.
+    """Compile a function for attached or absent hardware, without running it.
 
     Args:
-        fn: a function, or the result of `jax.jit` (its donation and static arguments apply).
-        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them. Only shape, dtype, sharding and memory
-            kind are read. In an argument that contains functions (an Equinox module), everything except arrays is
-            constant, as in `equinox.filter_jit`. Arrays on a mesh are moved to a mesh of the same axes over the
-            target's devices.
-        target: a `Target`, a name for `lowtide.memory.target`, or None for the hardware at hand.
-        donate_argnums: as in `jax.jit`; not for a function that is already jitted.
-        static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its value.
-        **kwargs: keyword arguments of `fn`, except those with the name of a parameter above.
+        fn: as in `analyze`, like all other arguments.
+        *args: its arguments.
+        target: the hardware to compile for.
+        donate_argnums: positions of donated arguments.
+        static_argnums: positions of static arguments.
+        **kwargs: its keyword arguments.
 
     Returns:
         The program. A program that does not fit a TPU is also returned: its `report()` gives the bytes, and its
         `compiled` raises the compiler's error.
 
     Raises:
-        TargetError: when the target is unknown, or too small for an argument's mesh.
-        StructureError: for an argument that a compiled function does not take, with its path.
-        ConfigError: for `donate_argnums` or `static_argnums` that do not fit the arguments.
-        PlacementError: when the function computes with values in host memory, with their paths.
-        Exception: any other exception of the compiler, unchanged.
+        Exception: as `analyze`, except for errors about roles and about the separate process.
 
     Warns:
         PlacementWarning: when JAX aliases a donated argument on the host to a result on the device, or the reverse.
@@ -148,9 +141,12 @@ def analyze(
     Args:
         fn: a function, or the result of `jax.jit` (its donation and static arguments apply).
         *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them. Only shape, dtype, sharding and memory
-            kind are read. Arrays on a mesh are moved to a mesh of the same axes over the target's devices.
-        target: a `Target`, a name for `lowtide.memory.target`, or None for the hardware at hand.
-        roles: role names, each with the position or keyword of an argument, or several of these.
+            kind are read. A sharding on a mesh is moved to a mesh of the same axes over the target's devices. In an
+            argument that contains functions (an Equinox module), everything except arrays is constant, as in
+            `equinox.filter_jit`.
+        target: a `Target`, a name for `lowtide.memory.target`, or None for the attached hardware.
+        roles: maps names of roles to arguments, such as ``{"params": 0, "batch": ("x", "y")}``: a position, a keyword,
+            or a sequence of them. Other arguments have the role ``other``.
         donate_argnums: as in `jax.jit`; not for a function that is already jitted.
         static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its value.
         isolate: compile in a separate process, since a process that compiled for a TPU keeps much memory. The function
@@ -162,8 +158,10 @@ def analyze(
 
     Raises:
         TargetError: when the target is unknown, or too small for an argument's mesh.
-        StructureError: for an argument that a compiled function does not take, with its path.
-        ConfigError: for roles, `donate_argnums` or `static_argnums` that do not fit the arguments.
+        StructureError: for an argument whose type `jax.jit` refuses, with its path. Also for arrays or meshes that are
+            not on the target, and with `isolate` for a function that cannot be pickled.
+        ConfigError: for `donate_argnums` or `static_argnums` that do not fit the arguments, and for a reserved role
+            name, or an argument that is static, does not exist or has two roles.
         PlacementError: when the function computes with values in host memory, with their paths.
         Exception: any other exception of the compiler, unchanged. A program that does not fit a TPU gets a report.
 
@@ -172,8 +170,9 @@ def analyze(
 
     Memory:
         Nothing is allocated on the target. Figures include the padding of the target's layouts. An argument that the
-        function does not read takes no bytes, as in a jitted call. Constants that the function closes over count as
-        code or temporaries, not as arguments.
+        function does not read takes no bytes, as in a jitted call. Constants that the function closes over belong to no
+        argument. They count as code or temporaries, or in no figure. From 1 MiB on, a note gives their bytes unless
+        they count as temporaries.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -200,21 +199,19 @@ def analyze_compiled(
 ) -> MemoryReport:
     """Report the bytes of a compiled program.
 
-    JAX keeps no argument names in it, so paths begin with the number of an argument (``0/w``), and not with its name as
-    in reports of `analyze`.
+    Paths begin with the number of an argument (``0/w``), because a compiled program keeps no argument names.
 
     Args:
         compiled: a `jax.stages.Compiled`.
-        target: the target that it was compiled for; None for the hardware at hand.
+        target: the target that it was compiled for; None for the attached hardware.
         roles: as in `analyze`.
-        static_argnums: the static arguments that it was compiled with. With them, positions in `roles` are those of
-            the uncompiled function.
+        static_argnums: positions of static arguments of the compilation. Positions in `roles` count them, too.
 
     Returns:
-        The report, for one device.
+        The report, for one device. Temporaries have no owners, because XLA's dump is missing.
 
     Raises:
-        ConfigError: for roles that do not fit the arguments.
+        ConfigError: for invalid `roles`, as in `analyze`.
         TargetError: when the program was compiled for another platform, or its compiler reports no memory.
 
     Memory:
@@ -236,7 +233,7 @@ def analyze_compiled(
 
 
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
-    """Return the report of a program and the owners of its buffers; without the compiler's dump, no owners (None)."""
+    """Return a program's report and the owners of its buffers; the owners need the compiler's dump (otherwise None)."""
     target, hlo, static = program.target, program.hlo, program.static
     if program.error is not None:  # a program that did not fit has allocations but no executable
         stages = program.lowered
@@ -259,7 +256,7 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
     if target.platform == "gpu" and target.is_ahead_of_time and not has_cudnn():
         notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with cuDNN may use other kernels")
     if hlo is not None:
-        # Not `out_info`, which JAX cannot compute for programs with ordered effects.
+        # JAX cannot compute `out_info` for programs with ordered effects, so use `out_tree`.
         numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
         outputs = [path for path, _ in leaves_with_paths(numbers)]
         owners = Owners(hlo, figures.leaves, leaf_roles, outputs, figures.totals)
@@ -270,8 +267,8 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
 
 
 def examine_dump(hlo: Any, target: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
-    """Report on a program of which only the dump exists. A program that the compiler rejected has no `stats`."""
-    leaves = named_leaves(hlo)  # JAX recorded a name for the parameter of each argument
+    """Return report and owners of a program from its dump; `stats` are XLA's memory statistics, None if it has none."""
+    leaves = named_leaves(hlo)  # JAX recorded a name for each parameter
     figures = _Figures.of_allocations(hlo, leaves) if stats is None else _Figures.of_stats(stats, leaves, {}, [])
     leaf_roles = named_roles(roles, leaves)
     owners = Owners(hlo, leaves, leaf_roles, None, figures.totals)
@@ -310,7 +307,7 @@ class _Figures:
 
     @property
     def totals(self) -> dict[Space, SpaceBytes] | None:
-        """XLA's totals by memory space; None if it reported none."""
+        """XLA's totals by memory space; None if XLA reported none."""
         return {"device": self.device, "host": self.host} if self.has_totals else None
 
     @classmethod
@@ -340,7 +337,7 @@ def _report(
     placement: _HostPlacement,
     notes: tuple[str, ...] = (),
 ) -> MemoryReport:
-    """Build the report of a program; `names` are the roles to list, even with zero bytes."""
+    """Build the report of a program; it lists the argument roles `names` even if they have zero bytes."""
     device, host = (
         dataclasses.replace(
             space,
@@ -372,7 +369,7 @@ def _report(
 
 
 def _coarse_buffers(figures: _Figures, roles: Sequence[str]) -> tuple[Buffer, ...]:
-    """Return buffers for a program without a dump: arguments by leaf, everything else as XLA's totals."""
+    """Return buffers for a program without a dump: one for each argument leaf, and one for each of XLA's totals."""
     buffers: list[Buffer] = []
     spaces: list[tuple[Space, SpaceBytes]] = [("device", figures.device), ("host", figures.host)]
     for space, total in spaces:
@@ -397,7 +394,7 @@ def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[Arg
 
 
 def _derived_bytes(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
-    """Return bytes by role for everything except argument leaves, whose bytes are given."""
+    """Return the bytes of each role except those of the argument leaves, which have `leaf_bytes` in total."""
     return {
         "unattributed": space.argument_bytes - leaf_bytes,
         "outputs": space.output_bytes - space.alias_bytes,
@@ -407,7 +404,7 @@ def _derived_bytes(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
 
 
 def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
-    """Return a note on constants in no buffer: the TPU compiler counts them as code, others do not count them."""
+    """Return a note on the constants outside of the report's buffers, if they have at least `_NOTABLE_BYTES`."""
     total = sum(buffer.num_bytes for buffer in owners.uncounted)
     if total < _NOTABLE_BYTES:
         return ()
@@ -425,7 +422,7 @@ def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
 
 
 def _with_call_position(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
-    """Return the leaf with the argument position of the call, in which static arguments count."""
+    """Renumber a leaf's argument as in the call, which counts static arguments; a compiled program does not."""
     if not isinstance(leaf.argument, int):
         return leaf
     position = dynamic[leaf.argument]
@@ -433,11 +430,11 @@ def _with_call_position(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentL
 
 
 def _with_names(leaves: list[ArgumentLeaf], leaf_names: Sequence[str]) -> list[ArgumentLeaf]:
-    """Begin paths with the parameter names of the signature, if every argument has a different name."""
+    """Replace argument numbers in paths by the signature's parameter names, if all arguments have different names."""
     if len(leaf_names) != len(leaves):
         return leaves
-    # JAX names leaves like `params['w']`. All arguments of a `*args` parameter have the same name, and all keywords of
-    # a `**kwargs` parameter, so a keyword keeps its own name.
+    # JAX names leaves like `params['w']`. All arguments in `*args` have the same name, and so have all in `**kwargs`.
+    # So an argument passed by keyword keeps its keyword.
     heads = [
         leaf.argument if isinstance(leaf.argument, str) else re.split(r"[\[.]", name)[0]
         for leaf, name in zip(leaves, leaf_names, strict=True)
@@ -465,12 +462,12 @@ class _HostPlacement:
     outputs: Mapping[str, int]
     """Bytes by path of the output."""
     alias_bytes: int = 0
-    """Bytes of moved arguments whose buffer holds an output."""
+    """Bytes of the arguments in `leaves` whose buffers also hold an output."""
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of outputs to move."""
-        # An output in the buffer of a moved argument moves, too, even if the compiler dropped its memory kind.
+        """Bytes of outputs to count as host memory instead of device memory."""
+        # An output in the buffer of a host argument counts, too, even if the compiler dropped its memory kind.
         return max(sum(self.outputs.values()), self.alias_bytes)
 
     def apply(self, buffer: Buffer, leaves: Sequence[ArgumentLeaf]) -> Buffer:
@@ -494,16 +491,16 @@ def _host_placement(target: Target, figures: _Figures, host_paths: frozenset[str
 
 
 # A compile-only GPU has no host memory, so its program reads host arguments in place. A real GPU copies them to the
-# device:
-# - an array that is read as a whole, from the start of the program to its last read, or until the result that
-#   overwrites it is made (XLA starts its copies there, as on a TPU);
-# - an array that is read as a whole in a loop, for the length of the loop's body;
-# - a slice, for the operation or the loop body that reads it.
+# device. These copies are assumed to be live:
+# - of an array that is read as a whole: from the start of the program, where XLA starts such copies, to the last read,
+#   or to the result that overwrites the array if it is made later;
+# - of an array that is read as a whole in a loop: during the loop's body;
+# - of a slice: during the operation or the loop body that reads it.
 # These times are an upper bound: a real schedule may start a copy later.
 def _with_host_copies(
     owners: Owners, device: SpaceBytes, buffers: tuple[Buffer, ...], leaves: Collection[int]
 ) -> tuple[SpaceBytes, tuple[Buffer, ...], int]:
-    """Return device bytes, buffers and the position of the peak with the copies of the host arguments `leaves`."""
+    """Add device copies of host arguments (indices `leaves`); return device bytes, buffers, position of the peak."""
     device_buffers = [buffer for buffer in buffers if buffer.space == "device"]
     bytes_before = live_bytes(device_buffers, len(owners.moments))
     copies = list(_HostCopies(owners).buffers(leaves))
@@ -519,7 +516,7 @@ def _with_host_copies(
 
 
 class _HostCopies:
-    """The copies of arguments, found by following their memory through the program."""
+    """Device copies of host arguments; the search for reads follows an argument's memory through the program."""
 
     def __init__(self, owners: Owners) -> None:
         self.owners, self.graph = owners, owners.graph
@@ -545,7 +542,7 @@ class _HostCopies:
                 )
 
     def _read_ranges(self, leaf: int, parameter: Value) -> tuple[set[tuple[int, int]], dict[tuple[int, int], int]]:
-        """Return the ranges in which the leaf is read as a whole; by range of its slices, the largest slice's bytes."""
+        """Return the ranges of positions that read the whole leaf; for other ranges, the bytes of the largest slice."""
         full_reads = dict[int, tuple[int, int]]()
         slice_reads = dict[tuple[int, int], int]()
         aliases, frontier = {parameter}, [parameter]
@@ -585,7 +582,7 @@ class _HostCopies:
         return full_ranges, slice_ranges
 
     def _overwrite_position(self, leaf: int, aliases: set[Value]) -> int:
-        """Return the position at which the result that replaces the leaf is made; 0 without one."""
+        """Return the position at which the result that overwrites the leaf is made; 0 without such a result."""
         results = (
             value
             for value, argument_leaf in self.owners.replaced.items()
@@ -594,7 +591,7 @@ class _HostCopies:
         return max((_definition_position(self.graph, value) for value in results if value not in aliases), default=0)
 
     def _live_range(self, instr_id: int) -> tuple[int, int]:
-        """Return the range of an instruction: all of the loop body around it, or its own position outside loops."""
+        """Return the first and last position of the loop body around an instruction, else of the instruction."""
         positions = self.graph.positions
         computation = self.graph.computations[self.graph.instructions[instr_id].computation]
         if computation.id == self.graph.entry.id:
@@ -604,7 +601,7 @@ class _HostCopies:
 
 
 def _update_operand(proto: Any) -> int:
-    """Return the operand that is written into the first one; a scatter's operands are n targets, indices, n updates."""
+    """Return the operand that is written into the first operand; a scatter has n targets, indices and n updates."""
     return proto.operand_ids[(len(proto.operand_ids) + 1) // 2 if proto.opcode == "scatter" else 1]
 
 

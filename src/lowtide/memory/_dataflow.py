@@ -1,10 +1,11 @@
-"""Classify the values of a program by how it makes and uses them: pass, copied argument, gradient.
+"""Classify the values of a program by how the program makes and uses them: pass, copied argument, gradient.
 
-The classification uses no names that people choose. `Passes` reads the scopes in which JAX records the transformation
-that made an operation (`jvp`, `transpose`, `rematted_computation`). `Dataflow` follows the edges of the graph.
+The passes of a gradient are the forward pass, recomputation, the backward pass and the update of the arguments. The
+classification uses no names that people choose. `Passes` reads the scopes in which JAX records the transformation that
+made an operation (`jvp`, `transpose`, `rematted_computation`). `Dataflow` follows the edges of the graph.
 
-Known limits: a scatter into zeros counts as computed. If a leaf is updated in another shape than its own, its gradient
-stays a cotangent.
+Known limits: a scatter into zeros counts as computed, not as a copy. If a leaf is updated in another shape than its
+own, its gradient counts as a cotangent.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _ELEMENTWISE = {"add", "all-reduce", "all-reduce-start", "divide", "multiply", "
 _COLLECTIVES = {"all-reduce", "all-reduce-start", "reduce-scatter"}
 _REDUCTIONS = {"reduce", "reduce-window"}
 _PRODUCTS = {"convolution", "dot"}
-# Operations that do not work element by element: even a result of the operand's size is another value.
+# Operations that do not work element by element, so a result of the operand's size is another value.
 _MIXING = {"cholesky", "convolution", "custom-call", "dot", "fft", "gather", "scatter", "sort", "triangular-solve"}
 # Transformations that JAX nests in a scope: vmap(transpose(jvp(mlp))).
 _TRANSFORMATION = re.compile(r"(jvp|transpose|vmap|pmap|checkpoint|remat|shard_map)\((.*)\)")
-# A separate part of the scope or, with `jax_remat3`, inside the transpose: transpose(jvp(rematted_computation)).
+# JAX marks recomputation in a separate part of the scope, or with `jax_remat3`: transpose(jvp(rematted_computation)).
 _RECOMPUTATION = re.compile(r"(?:^|[/(])rematted_computation[/)]")
 _FORWARD, _BACKWARD = "f", "b"
 
@@ -36,14 +37,14 @@ _FORWARD, _BACKWARD = "f", "b"
 class Dataflow:
     """Passes, copies, activations and gradients of a program's values.
 
-    - An operation outside both passes that depends on the backward pass belongs to the **update**.
-    - A value is a **copy** of an argument if only moves and conversions lie between the two.
+    - The **update** consists of the operations outside of the other passes that depend on the backward pass.
+    - A value is a **copy** of an argument if only moves and conversions lie between the argument and the value.
     - An **activation** is made in the forward pass and read, possibly after moves, in the backward pass.
     - The **gradient** of a leaf is the value of the backward pass from which the output that replaces the leaf is
       computed. The search starts at that output and follows values with the same number of elements.
 
-    Mutable: `follow_gradients` adds the gradients. `leaves` has the argument leaf of each array of the
-    entry computation's parameters.
+    Mutable: `follow_gradients` adds the gradients. `leaves` maps each array of the program's parameters to the index of
+    its argument leaf.
     """
 
     def __init__(self, graph: Graph, leaves: Mapping[Value, int]) -> None:
@@ -73,7 +74,7 @@ class Dataflow:
         return (self._passes[instr_id] if instr_id is not None else None) or "forward"
 
     def copy_of(self, value: Value) -> int | None:
-        """Return the leaf of which a value is a copy; None if it is no copy."""
+        """Return the leaf of which a value is a copy; None if the value is not a copy."""
         origin = self._copies.get(value)
         return origin if isinstance(origin, int) else None
 
@@ -82,8 +83,8 @@ class Dataflow:
         return self._gradients.get(value)
 
     def is_activation(self, value: Value) -> bool:
-        """Return whether the forward pass made a value's data, and the backward pass reads it or a move of it."""
-        # A move is a copy, such as a slice of a stack, whose data the forward pass computed.
+        """Return whether the forward pass made a value's data, and the backward pass reads it, possibly after moves."""
+        # A value of the backward pass may be a move, such as a slice of a stack, of data from the forward pass.
         maker = self._maker(value) if self.phase(value) == "backward" else value
         return value in self.read_backward and maker is not None and self.phase(maker) == "forward"
 
@@ -106,8 +107,8 @@ class Dataflow:
         return is_nameless and self._maker(value) == operation
 
     def representative(self, value: Value) -> Value:
-        """Return the value that determines the role of a buffer: usually the value itself."""
-        # For a loop's state inside the loop, and for an empty buffer that a loop fills, it is the result of the loop.
+        """Return the value that determines the role of a buffer with `value`: usually `value` itself."""
+        # For a loop's state inside the loop, and for an empty buffer that a loop fills, it is the loop's result.
         if (loop := self.graph.loop_of(value)) is not None:
             return (loop, value[1])
         if not self.is_constant(value):
@@ -146,7 +147,7 @@ class Dataflow:
         return (self._scopes[instr_id], self.graph.source(instr_id)) if instr_id is not None else ("", "")
 
     def _scope_instruction(self, value: Value) -> int | None:
-        """Return the instruction whose scope describes a value; None without any."""
+        """Return the instruction whose scope describes a value, or None."""
         maker = self._maker(value)
         for candidate in (maker, value):
             if candidate is not None and self._scopes[candidate[0]]:
@@ -171,7 +172,7 @@ class Dataflow:
         return next((instr_id for instr_id, _ in values if self._scopes[instr_id]), None)
 
     def _maker(self, value: Value) -> Value | None:
-        """Return the operation that computed a value's data, before moves and aliases; None for data of an argument."""
+        """Return the operation that computed a value, behind moves and aliases; None for arguments and constants."""
         visited, frontier, initial_frontier = {value}, collections.deque([value]), collections.deque[Value]()
         while frontier or initial_frontier:
             candidate = frontier.popleft() if frontier else initial_frontier.popleft()
@@ -191,12 +192,12 @@ class Dataflow:
         return None
 
     def _find_passes(self) -> dict[int, Pass | None]:
-        """Return the pass that the scope of each instruction names."""
+        """Return the pass of each instruction, from its scope; None if the scope names none."""
         passes = Passes(self._scopes.values())
         phases: dict[str, Pass | None] = {scope: passes.phase(scope) for scope in set(self._scopes.values())}
         scope_passes: dict[int, Pass | None] = {instr_id: phases[scope] for instr_id, scope in self._scopes.items()}
         if open_ids := {instr_id for instr_id, scope in self._scopes.items() if passes.is_open(scope)}:
-            # Such an inner gradient belongs to the outer forward pass if the outer backward pass depends on it.
+            # An inner gradient belongs to the outer forward pass if the outer backward pass depends on it.
             late_values = (
                 v for v in self._values if scope_passes[v[0]] in ("backward", "recompute") and v[0] not in open_ids
             )
@@ -227,7 +228,7 @@ class Dataflow:
 
     def _find_merged(self, phases: Mapping[Value, Pass]) -> set[Value]:
         """Return the values of the recomputation that the forward pass reads, so that they are kept, not recomputed."""
-        # A compiler may merge the two computations if nothing separates them; the CPU compiler does so outside loops.
+        # A compiler may merge a computation and its recomputation if nothing separates them, as on a CPU outside loops.
 
         def recomputed_sources(value: Value) -> list[Value]:
             return [source for source, _ in self._sources[value] if phases[source] == "recompute"]
@@ -237,7 +238,7 @@ class Dataflow:
 
     def _pass_without_scope(self, value: Value, operation: Value) -> Pass | None:
         """Return the pass of a value that the compiler added."""
-        # The value that it copies decides, then the conditional of its branch, then the operation it was made for.
+        # Try the value that it copies, the conditional whose result it is, and the operation that it was made for.
         source = self._scoped_source(operation)
         for instr_id in (source[0] if source else None, value[0], self._scope_instruction(value)):
             if instr_id is not None and (own_pass := self._passes[instr_id]) is not None:
@@ -258,7 +259,7 @@ class Dataflow:
         return value
 
     def _scoped_source(self, value: Value) -> Value | None:
-        """Return the first value with a scope behind moves and aliases."""
+        """Return the first source with a scope that only moves and aliases separate from a value, or None."""
         visited = {value}
         while sources := [s for s, edge in self._sources.get(value, ()) if edge != Edge.COMPUTE and s not in visited]:
             value = sources[0]
@@ -269,7 +270,7 @@ class Dataflow:
 
     def _find_origins(self) -> dict[Value, int | str]:
         """Return the origin of each value: a leaf, ``"none"`` (no argument) or ``"mixed"``; absent if unknown."""
-        # A fixpoint iteration, since loops make the graph cyclic: a changed origin revisits the users of the value.
+        # Loops make the graph cyclic, so iterate to a fixpoint: if an origin changes, visit the value's users again.
         origins: dict[Value, int | str] = dict(self._leaves)
         worklist = list(self._values)
         while worklist:
@@ -346,7 +347,7 @@ class Dataflow:
                         frontier.append(source)
         dims = {leaf: self.graph.shape(value).dimensions for value, leaf in self._leaves.items()}
         for value, leaf in list(self._gradients.items()):
-            # Not for vectors: the gradient of a bias is a sum of cotangents of activations.
+            # Skip vectors: the gradient of a bias is a sum of cotangents of activations.
             if sum(dim > 1 for dim in dims.get(leaf, ())) > 1:
                 for summand in self._summands(value):
                     self._gradients.setdefault(summand, leaf)
@@ -380,8 +381,8 @@ class Dataflow:
 
         summands = set(reachable([stack], elementwise_sources))
         readers = reachable(summands, lambda value: neighbours(self.users, value))
-        # If a weight is added to each example, the cotangent of the activation has the same form. It is not a stack of
-        # gradients, since products of the backward pass use it, too.
+        # If a weight is added to each example, the cotangent of the activations looks like a stack of gradients. Only
+        # the cotangent is used by products of the backward pass, too.
         is_cotangent = any(
             self.graph.instructions[user[0]].opcode in _MIXING and self.phases[user] == "backward"
             for value in readers
@@ -393,7 +394,7 @@ class Dataflow:
         return set() if is_cotangent else summands
 
     def _summed_operand(self, value: Value) -> Value | None:
-        """Return the array that a value sums along an axis, also with weights (clipped gradients); None without one."""
+        """Return the array that a value sums along an axis, also with weights (clipped gradients), or None."""
         instruction = self.graph.instructions[value[0]]
         operands: list[Value] = [(operand_id, ()) for operand_id in instruction.proto.operand_ids]
         if instruction.opcode in _REDUCTIONS:
@@ -423,11 +424,11 @@ class Dataflow:
 
 
 class Passes:
-    """The passes of a program's operations. Only all scopes together show which forward passes have a backward pass.
+    """The passes of a program's operations; only all scopes together show which forward passes have a backward pass.
 
     A scope nests the transformations of an operation, the outermost first: ``jvp`` for the forward pass of a gradient,
-    ``transpose(jvp)`` for its backward pass. With nested gradients (MAML, a gradient penalty, a PINN) the outermost one
-    decides: the whole inner gradient belongs to the forward pass of the outer one. A ``jvp`` without a transpose is
+    ``transpose(jvp)`` for its backward pass. With nested gradients (MAML, a gradient penalty, a PINN) the outer
+    gradient decides: the whole inner gradient belongs to its forward pass. A ``jvp`` without a transpose is
     forward-mode differentiation (a Hessian-vector product as `jvp` of `grad`); then the next inner gradient decides.
 
     Examples:
@@ -448,8 +449,7 @@ class Passes:
     def phase(self, scope: str) -> Pass | None:
         """Return the pass that a scope names; None when it names none."""
         # `levels` has one letter for each differentiation around the operation, the outermost first. The first "b"
-        # (backward) decides. If an outer gradient differentiates that backward pass, it belongs to the outer forward
-        # pass.
+        # (backward) decides. A backward pass that an outer gradient differentiates belongs to the outer forward pass.
         levels = _levels(scope)
         index = levels.find(_BACKWARD)
         if index < 0:
@@ -460,7 +460,8 @@ class Passes:
 
     def is_open(self, scope: str) -> bool:
         """Return whether an inner gradient may belong to an outer forward pass, which scopes alone do not show."""
-        # It is not itself differentiated: first-order MAML, or a curvature in addition to the gradient.
+        # Examples: first-order MAML, and a curvature in addition to the gradient. Nothing differentiates the inner
+        # gradient.
         levels = _levels(scope)
         index = levels.find(_BACKWARD)
         has_outer = any(

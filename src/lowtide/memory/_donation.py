@@ -1,9 +1,8 @@
 """Check donation: a donated buffer that the program does not reuse means two copies of its data.
 
 JAX donates the buffers that it can, and at most warns about the others. This module reads the executable: every donated
-leaf has to be aliased to an output in ``input_output_alias``. A buffer may serve any output of the same size and
-layout. So among several equal leaves, the reported path may not be the leaf whose output is missing; the bytes are
-correct.
+leaf has to be aliased to an output in ``input_output_alias``. XLA may write any output of the same size and layout into
+a buffer. So among several equal leaves, the path of another one may be reported; the bytes are correct.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class UndonatedLeaf:
     path: str
     """The argument's number, name or keyword, then the tree path: ``0/params/w``."""
     num_bytes: int
-    """Its compiled bytes on one device; the logical bytes of a leaf that the program does not read."""
+    """Bytes on one device, padding included; unpadded bytes of the whole leaf if the program does not read it."""
     is_read: bool
-    """Whether the program reads it. Otherwise `jit` dropped it, and the caller keeps its buffer."""
+    """Whether the program reads the leaf. Otherwise `jax.jit` dropped it, and the caller keeps its buffer."""
 
 
 def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple[UndonatedLeaf, ...]:
@@ -39,8 +38,8 @@ def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple
         arg_names: names of the positional arguments in paths, instead of their numbers.
 
     Returns:
-        The leaves in flattening order. Empty when every donated buffer is reused, or when nothing was donated, which
-        `check_donation` refuses. Leaves of zero bytes are never listed.
+        The leaves in flattening order, except leaves of zero bytes. Empty when every donated buffer is reused, or when
+        nothing was donated.
 
     Memory:
         Reads the executable's text; allocates nothing on a device.
@@ -70,10 +69,7 @@ def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> 
         arg_names: as in `undonated`.
 
     Raises:
-        DonationError: when a donated leaf was not reused, with paths and bytes, or when nothing is donated at all.
-
-    Memory:
-        Reads the executable's text; allocates nothing on a device.
+        DonationError: when a donated buffer is not reused, with paths and bytes, or when nothing is donated at all.
 
     Examples:
         >>> import jax, jax.numpy as jnp

@@ -1,8 +1,8 @@
 """Compile and analyze in a child process.
 
-A process that compiled for a TPU keeps hundreds of megabytes, and a crash of the compiler ends its process. The
-function is sent with cloudpickle, with arrays among the arguments as shapes, and with this process's JAX configuration.
-The child returns the report. Arrays that the function closes over are constants of the program, and are sent in full.
+A process that compiled for a TPU keeps hundreds of megabytes, and a crash of the compiler ends its process. The child
+receives the function (by cloudpickle), its arguments with shapes in place of arrays, and this process's JAX
+configuration. It returns the report. Arrays that the function closes over are sent in full, as constants.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _local_device(platform: str, device_id: int) -> Any:
 
 
 def _arrays_to_shapes(tree: Any) -> Any:
-    """Replace a tree's arrays with shapes, including their memory kind."""
+    """Replace a tree's arrays with `jax.ShapeDtypeStruct`s; those of committed arrays keep sharding and memory kind."""
 
     def shape(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":

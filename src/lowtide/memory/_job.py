@@ -1,7 +1,7 @@
-"""A function, its arguments and their roles as one value, ready for analysis.
+"""`Job`: a function, its arguments and their roles as one value, ready for analysis.
 
-The command line, the pytest plugin and `extrapolate` call a function of the user that returns a job. This module parses
-the returned value, and raises an error with the function's name for anything else.
+The command line, the pytest plugin and `extrapolate` call a user's function that returns a job in one of several forms.
+This module converts the returned value to a `Job`. For other values, it raises an error with the function's name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Job:
     fn: Callable[..., Any]
     """The function, jitted or not."""
     args: tuple[Any, ...] = ()
-    """Its positional arguments; shapes are enough."""
+    """Its positional arguments: arrays, or `jax.ShapeDtypeStruct`s in their place."""
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Its keyword arguments."""
     roles: Mapping[str, Role] | None = None
@@ -53,8 +53,8 @@ class Job:
         """Convert the return value of a user's function to a job.
 
         Args:
-            value: a `Job`, ``(fn, args)``, ``(fn, args, roles)``, or a mapping with the names of this class's fields.
-            what: its name in an error.
+            value: a `Job`, ``(fn, args)``, ``(fn, args, roles)``, or a mapping whose keys are fields of this class.
+            what: name of the value in an error.
 
         Returns:
             The job.
@@ -107,7 +107,7 @@ class Job:
             The job.
 
         Raises:
-            ConfigError: when it is not callable, or returns a value that `of` refuses.
+            ConfigError: when `maker` is not callable, or returns a value that `of` refuses.
             TargetError: for an unknown target, if the function takes a target.
             Exception: any exception of the function, unchanged.
         """
@@ -123,7 +123,7 @@ class Job:
         return cls.of(maker(*values, **settings), f"the return value of {what}")
 
     def analyze(self, target: Target | str | None = None) -> MemoryReport:
-        """Compile the function for a target and report its bytes.
+        """Compile the function for a target and report its bytes; nothing is allocated on the target.
 
         Args:
             target: as in `lowtide.memory.analyze`.
@@ -133,9 +133,6 @@ class Job:
 
         Raises:
             Exception: any exception of `lowtide.memory.analyze`.
-
-        Memory:
-            None on the target.
         """
         options: dict[str, Any] = {"donate_argnums": self.donate_argnums, "static_argnums": self.static_argnums}
         return analyze(self.fn, *self.args, target=target, roles=self.roles, **options, **self.kwargs)

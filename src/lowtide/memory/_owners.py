@@ -1,8 +1,9 @@
 """Assign the bytes of a dumped program to owners, as a list of buffers.
 
-Arguments and outputs own their allocations for the whole program. Values in a heap of temporaries get the role that
-`_roles` finds. Bytes without a known owner are unattributed: values without a scope, tables of pointers, and bytes that
-XLA counts in addition to its allocations. So the buffers at the peak always add up to XLA's total.
+An owner is an argument, an output or an operation. Arguments and outputs hold their allocations for the whole program.
+Values in a heap of temporaries get the role that `_roles` finds. Bytes without a known owner have the role
+``unattributed``: values without a scope, tables of pointers, and bytes that XLA counts in addition to its allocations.
+So the buffers at the peak always add up to XLA's total.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Owners:
         hlo: the program.
         leaves: its argument leaves.
         roles: the role of each leaf.
-        outputs: the tree path of every leaf of the function's result; a result that is one array has the empty path.
-            None stands for the numbers of the leaves.
-        totals: XLA's totals, to which the buffers at the peak add up; None after a failed compilation, which has none.
+        outputs: the tree path of each leaf of the function's result, empty if the result is one array. None stands for
+            the numbers of the leaves.
+        totals: XLA's totals, to which the buffers at the peak add up; None after a failed compilation.
     """
 
     def __init__(
@@ -63,24 +64,24 @@ class Owners:
             for (number, index), leaf in zip(places[offset:], kept, strict=False)
         }
         self.parameters: dict[Value, int] = dict(self.places.values())
-        """Argument leaf of each array of the parameters of the entry computation ("entry" for short)."""
+        """Maps each array of the entry computation's parameters to the index of its argument leaf."""
         self.parameter_of = {leaf: value for value, leaf in self.parameters.items()}
-        """Array of the entry's parameters by argument leaf, without leaves that the program dropped."""
+        """Inverse of `parameters`; leaves that the program dropped are missing."""
         root = self.graph.instructions[self.graph.entry.root_id].proto
         values: list[Value] = [(root.id, (index,)) for index in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
         numbers = [str(index) for index in range(len(root.shape.tuple_shapes))] or [""]
         self.outputs = numbers if outputs is None else outputs
         offset = max(len(values) - len(self.outputs), 0)  # tokens come first
         self.results = {value: leaf for leaf, value in enumerate(values[offset:])}
-        """Output leaf of each array of the entry's result."""
+        """Maps each array of the program's result to the index of its output leaf."""
         entries = hlo.module.input_output_alias.entries
         aliases = {tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
         self.in_place = {v: self.places[place][1] for v in self.results if (place := aliases.get(v[1])) in self.places}
-        """Argument leaf whose buffer holds an array of the entry's result."""
+        """Maps results that are written into an argument's buffer to the argument leaf."""
         self.dataflow = Dataflow(self.graph, self.parameters)
         paths = {value: self.path_of(value) for value in self.results}
         self.replaced = _match_results(self.dataflow, leaves, self.parameters, paths, self.in_place)
-        """Argument leaf that an array of the entry's result replaces, or whose gradient it is."""
+        """Maps results to the argument leaf that they replace, or whose gradient they are."""
         self.dataflow.follow_gradients(self.replaced)
         self.output_paths = self._output_paths(paths)
         self.logical_buffers = {
@@ -88,13 +89,13 @@ class Owners:
         }
         self.moments = tuple(map(self._moment, self.graph.order)) or ("",)
         self.uncounted = list[Buffer]()
-        """Constants that the compiler's figures exclude, as on a CPU; they are not in `buffers`."""
+        """Constants that the compiler counts as code, or in no figure; they are not in `buffers`."""
         device_buffers, self.peak_moment = self._find_buffers("device", DEVICE_COLOR, hlo.assignment, totals)
         host_buffers, self.host_peak_moment = self._find_buffers("host", HOST_COLOR, hlo.assignment, totals)
         self.buffers = tuple(buffer for buffer in (*device_buffers, *host_buffers) if buffer.num_bytes)
 
     def path_of(self, result: Value) -> str:
-        """Return the path of the output leaf of an array of the entry's result."""
+        """Return the tree path of the output leaf of a result."""
         return self.outputs[self.results[result]]
 
     def _find_buffers(
@@ -127,7 +128,7 @@ class Owners:
         if (number, index) in self.places:
             value, leaf = self.places[number, index]
             return self._whole_buffer(space, allocation, self.roles[leaf], self.leaves[leaf].path, "argument", value)
-        # Without a leaf, it is a table of pointers, or a constant that JAX passes as an argument.
+        # An allocation without a leaf is a table of pointers, or a constant that JAX passes as an argument.
         entry = self.entry.get(number)
         value = (entry.id, index) if entry is not None else None
         is_array = value is not None and not self.graph.shape(value).tuple_shapes
@@ -153,7 +154,7 @@ class Owners:
         return self._whole_buffer(space, allocation, "outputs", self.outputs[leaf], self.dataflow.phase(value), value)
 
     def _output_paths(self, result_paths: Mapping[Value, str]) -> dict[Value, str]:
-        """Return the output path of each result, and of values that are only moved into one, such as loop buffers."""
+        """Return the output paths of results, and of values that are only moved into a result, such as loop buffers."""
         output_paths = dict(result_paths)
         frontier = list(output_paths)
         while frontier:
@@ -253,7 +254,7 @@ class Owners:
 
 
 def _trim(temporaries: list[Buffer], excess: int, peak: int) -> list[Buffer]:
-    """Reduce temporaries by the excess of a TPU's allocations over its total: a few scalars in other memories."""
+    """Take `excess` bytes from temporaries at the peak: a TPU's total excludes a few scalars in other memories."""
     trimmed: list[Buffer] = []
     for buffer in sorted(temporaries, key=lambda b: (b.role != "fragmentation", b.num_bytes)):
         cut = min(excess, buffer.num_bytes) if buffer.alive_at(peak) else 0
@@ -269,10 +270,10 @@ def _total(buffers: Sequence[Buffer]) -> int:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-# Buffers alone do not match results with leaves: JAX gives a donated buffer to the first output of its shape, so new
-# parameters may be written into the buffer of a momentum. Paths alone do not either, since a result often has another
-# tree structure. So the dataflow decides first: a new momentum is computed from the old one, and new parameters from
-# the old ones and the momenta.
+# Reused buffers alone do not tell which leaf a result replaces: JAX gives a donated buffer to the first output of its
+# shape, so new parameters may be written into the buffer of a momentum. Paths alone do not tell it either, since a
+# result often has another tree structure. So the dataflow decides first: a new momentum is computed from the old
+# momentum, and new parameters from the old parameters and the momenta.
 def _match_results(
     flow: Dataflow,
     leaves: Sequence[ArgumentLeaf],
@@ -280,7 +281,7 @@ def _match_results(
     paths: Mapping[Value, str],
     in_place: Mapping[Value, int],
 ) -> dict[Value, int]:
-    """Match each array of the entry's result with the leaf, if any, that it replaces or whose gradient it is."""
+    """Match each array of the program's result with the leaf, if any, that it replaces or whose gradient it is."""
     # The candidates of an output are the leaves of its shape and type from which it is computed element by element. The
     # output with the fewest candidates chooses first. Among several candidates the path decides (without the argument's
     # number or name), then the reused buffer (`in_place`), then the order. An output without candidates that depends on
@@ -338,7 +339,7 @@ class _Matcher:
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def closest(self, output: Value, path: str, used_leaves: set[int]) -> int | None:
-        """Return the leaf of the output's shape and type whose path shares the longest end, an unused one if any."""
+        """Return the leaf of the output's type whose path has the longest common end, preferably an unused leaf."""
         output_type, names = self._type(output), tuple(path.split("/"))
         for length in range(len(names), 0, -1):
             if candidates := self.by_suffix.get((output_type, names[-length:])):
@@ -363,7 +364,7 @@ def _path_names(leaf: ArgumentLeaf) -> tuple[str, ...]:
 
 
 def _readable(scope: str) -> str:
-    """Remove the prefix of a scope that every operation has."""
+    """Return the first of several joined scopes, without the prefix ``jit(step)/`` that all scopes share."""
     return re.sub(r"^jit\([^/()]*\)/", "", first_scope(scope))
 
 

@@ -1,4 +1,4 @@
-"""Find the role of each piece of memory: of arguments as the caller names them, of computed values by the dataflow."""
+"""Roles (categories of memory): those of arguments, which the caller names, and those of computed values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..report import DERIVED_ROLES
 from ._dataflow import Dataflow
 
 Role = int | str | Sequence[int | str]
-"""Arguments of a role: a position, a keyword, or several of these."""
+"""Arguments that have a role: a position, a keyword, or a sequence of positions and keywords."""
 _RESERVED = ("other", *DERIVED_ROLES)
 _PASS_ROLES = {"backward": "cotangents", "recompute": "recomputed"}
-"""Roles of values to which no other rule applies, by the pass that makes them."""
+"""Maps a pass to the role of its values to which no other rule applies."""
 
 
 def argument_roles(
     roles: Mapping[str, Role], leaves: list[ArgumentLeaf], num_args: int, keywords: Sequence[str], static: Sequence[int]
 ) -> list[str]:
-    """Return the role of each leaf, whose argument is a position among those that are not static, or a keyword."""
+    """Return the role of each leaf, or ``other``. A leaf's `argument` skips static arguments; `roles` counts them."""
     dynamic = {position: index for index, position in enumerate(p for p in range(num_args) if p not in static)}
     keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: index for p, index in dynamic.items()}}
     keys.update({keyword: keyword for keyword in keywords})
@@ -44,15 +44,15 @@ def argument_roles(
 
 
 def named_roles(roles: Mapping[str, str], leaves: Sequence[ArgumentLeaf]) -> list[str]:
-    """Return the role of each leaf of a dump: its argument's name, or what `roles` maps the name to."""
+    """Return the role of each leaf of a dumped program: the value of `roles` for its argument's name, or the name."""
     return [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
 
 
 def computed_role(
     flow: Dataflow, leaves: Sequence[ArgumentLeaf], output_paths: Mapping[Value, str], value: Value
 ) -> tuple[str, str]:
-    """Return the role of a value from `Dataflow.representative`, and the path of its argument or result."""
-    # The first rule that applies decides. A value that belongs to neither has an empty path.
+    """Return the role of a value from `Dataflow.representative`, and the path of its argument or output, if any."""
+    # The first rule that applies decides. A value that belongs to no argument and no output has an empty path.
     if flow.graph.shape(value).tuple_shapes:
         return "temporaries", ""
     if (copied_leaf := flow.copy_of(value)) is not None:

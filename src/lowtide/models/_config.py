@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
-from ..core import ConfigError, check_integer, check_number
+from ..core import ConfigError, check_choice, check_integer, check_number
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+QkNorm = Literal["none", "head", "width"]
 RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "dynamic": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "longrope": ("short_factor", "long_factor", "attention_factor"),
+}
+"""Fields of `RopeScaling` that each type uses, in addition to the factor and the length of pretraining."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,13 +25,13 @@ class RopeScaling:
     """Scaling of rotary frequencies beyond the length a model was pretrained on.
 
     Raises:
-        ConfigError: for a factor or a length out of range.
+        ConfigError: for an unknown type, or a factor or a length out of range.
     """
 
     rope_type: RopeType
     """``"linear"``, ``"dynamic"`` (NTK for the current length), ``"llama3"``, ``"yarn"`` or ``"longrope"``."""
     factor: float
-    """Ratio of the supported length to the length of pretraining."""
+    """Ratio of the supported length to the length of pretraining; linear, llama3 and yarn divide frequencies by it."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than ``original_max_position_embeddings / low_freq_factor`` are fully scaled."""
     high_freq_factor: float = 4.0
@@ -35,13 +45,14 @@ class RopeScaling:
     truncate: bool = True
     """yarn: whether `beta_fast` and `beta_slow`, converted to frequency indices, are rounded to integers."""
     attention_factor: float | None = None
-    """yarn, longrope: factor on queries and keys; None: the default of the rule."""
+    """yarn, longrope: factor of the rotated queries and keys; None: computed from `factor`."""
     short_factor: tuple[float, ...] = ()
     """longrope: divisor of each frequency, for sequences up to the length of pretraining."""
     long_factor: tuple[float, ...] = ()
     """longrope: divisor of each frequency, for longer sequences."""
 
     def __post_init__(self) -> None:
+        check_choice("rope_type of RoPE scaling", self.rope_type, [*ROPE_FIELDS])
         check_number("factor of RoPE scaling", self.factor, above=0)
         if self.rope_type == "dynamic":
             check_number("factor of dynamic RoPE scaling", self.factor, least=1)
@@ -72,17 +83,18 @@ class Experts:
     normalize: bool = True
     """Whether the weights of a token's chosen experts are normalised to sum to one (``norm_topk_prob``)."""
     clamped: bool = False
-    """gpt-oss: gate and up interleaved in one matrix, biases everywhere, clamping, and a scaled sigmoid gate."""
+    """Whether experts are those of gpt-oss: interleaved gate and up, biases, clamping, and a scaled sigmoid gate."""
     limit: float = 7.0
-    """gpt-oss: bound that gate and up are clamped to (``swiglu_limit``)."""
+    """gpt-oss: upper bound of gate, and bound of the absolute value of up (``swiglu_limit``)."""
     router_loss_coef: float = 0.0
-    """Factor of the load-balancing loss (Switch Transformer, arXiv:2101.03961); 0 computes none."""
+    """Factor of the load-balancing loss (Switch Transformer, arXiv:2101.03961); 0: it is not computed."""
 
     def __post_init__(self) -> None:
         check_integer("num_experts", self.num_experts)
         hint = "it must not be greater than num_experts"
         check_integer("num_experts_per_token", self.num_experts_per_token, 1, self.num_experts, hint=hint)
         check_integer("intermediate_size of an expert", self.intermediate_size)
+        check_number("router_loss_coef", self.router_loss_coef, least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +102,7 @@ class DecoderConfig:
     """Sizes and switches of a decoder; names as in Hugging Face where possible. The defaults are Llama's.
 
     Raises:
-        ConfigError: for a size that is too small, or sizes and switches that do not fit each other.
+        ConfigError: for a size that is too small, an unknown `activation` or `qk_norm`, or fields that do not match.
     """
 
     vocab_size: int
@@ -120,7 +132,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     """Whether the MLP projections have a bias."""
     max_position_embeddings: int = 2048
-    """Longest sequence that the model supports, in tokens."""
+    """Longest sequence that the model supports, in tokens; with dynamic RoPE scaling, the length of pretraining."""
     bos_token_id: int | None = None
     """Token that begins a document, or None."""
     eos_token_id: int | tuple[int, ...] | None = None
@@ -129,10 +141,10 @@ class DecoderConfig:
     """``model_type`` of the Hugging Face family that defines module names and files."""
     attention_out_bias: bool | None = None
     """Whether the output projection has a bias; None: like `attention_bias`."""
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     """Activation function of the gate."""
-    qk_norm: Literal["none", "head", "width"] = "none"
-    """RMSNorm of queries and keys before the rotation: per head, or over all heads together."""
+    qk_norm: QkNorm = "none"
+    """RMSNorm of queries and keys before the rotation: ``"head"`` per head, ``"width"`` over all heads together."""
     pre_norm: bool = True
     """Whether attention and MLP read a normalised residual stream."""
     post_norm: bool = False
@@ -162,8 +174,7 @@ class DecoderConfig:
     experts: Experts | None = None
     """Mixture of experts that replaces the MLPs, or None."""
     module_prefix: str = "model."
-    """Prefix of the decoder's module names in Hugging Face checkpoints; longer in models of images and text.
-    Adapters are saved under these names."""
+    """Prefix of the decoder's module names in Hugging Face checkpoints and in adapters; longer in multimodal models."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -171,6 +182,11 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             problem = f"num_kv_heads must be a divisor of num_heads = {self.num_heads}, not {self.num_kv_heads}"
             raise ConfigError(problem)
+        for name in ("rope_theta", "rms_norm_eps", "attention_scale", "attention_soft_cap", "final_soft_cap"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), above=0)
+        check_choice("activation", self.activation, get_args(Activation))
+        check_choice("qk_norm", self.qk_norm, get_args(QkNorm))
         check_integer("head_dim", self.head_dim, 2)
         check_number("rotary_fraction", self.rotary_fraction, above=0, most=1)
         if self.head_dim % 2 or self.rotary_dim < 2 or self.rotary_dim % 2:
@@ -194,7 +210,7 @@ class DecoderConfig:
 
     @property
     def windows(self) -> int | tuple[int | None, ...] | None:
-        """Window of all layers, or a tuple with one entry per layer where they differ; None: no window."""
+        """Window of all layers, or a tuple with one entry per layer if layers differ; None: no window."""
         if self.sliding_window is None or self.sliding_layers is None or all(self.sliding_layers):
             return self.sliding_window
         if not any(self.sliding_layers):

@@ -9,19 +9,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core import ConfigError, ModelFileError, check_choice, check_integer, shortened, shown, validate
-from ._config import DecoderConfig, RopeScaling
+from ._config import ROPE_FIELDS, DecoderConfig, RopeScaling
 from ._quantized import Scheme, scheme_of
 from .families import FAMILIES, Family, family_of
-from .families._registry import COMMON, PREFIXES
+from .families._registry import ACTIVATIONS, COMMON, PREFIXES, Dropout
 
 if TYPE_CHECKING:
     from ._schema import ConfigFile, RopeEntry
 
 _SILU = ("silu", "swish")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _MULTIMODAL_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
-"""Fields that models of images and text store outside of their `text_config`."""
+"""Fields that multimodal models may store outside of their `text_config`."""
 _COPY_HINT = "copy the model's files from their source again"
 _WRONG_LOGITS = "choose another model; another frequency rule would give wrong logits, so nothing was loaded"
 _ARCHITECTURES = ", ".join(family.architecture for family in FAMILIES.values())
@@ -29,8 +28,8 @@ _FAMILIES_HINT = f"check that --model names the right folder; supported architec
 
 
 def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
-    """Convert a parsed `config.json`; ModelFileError for an unknown family, a bad value or an unsupported field."""
-    from ._schema import NEUTRAL, ConfigFile, unhandled
+    """Convert a parsed `config.json`; an unknown family, bad value or unsupported field raises ModelFileError."""
+    from ._schema import NEUTRAL, config_schema, unhandled
 
     quantization_from_hf(raw, filename)  # raises for formats that are not read
     outer = raw
@@ -38,7 +37,8 @@ def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
     if "activation" not in family.fixed and raw.get("hidden_act") is not None:
         hint = f"the MLP of {family.architecture} is SwiGLU"
         check_choice(f"{filename}: hidden_act", raw["hidden_act"], _SILU, hint=hint, error=ModelFileError)
-    file = validate(ConfigFile, {**family.defaults, **_split_rope(raw, family, filename)}, filename, hint=_COPY_HINT)
+    values = {**family.defaults, **_split_rope(raw, family, filename)}
+    file = validate(config_schema(), values, filename, hint=_COPY_HINT)
     rope = _rope(file, family, filename)
     default_neutral = {name: values for name, values in NEUTRAL.items() if name not in family.known}
     if unknown := unhandled(file, family.known, {**default_neutral, **family.neutral}):
@@ -46,7 +46,8 @@ def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
         got = shortened(", ".join(f"{name}={shown(value)}" for name, value in unknown.items()))
         hint = f"remove {shortened(name, 80)} from the file if it does not change what {family.architecture} computes"
         raise ModelFileError(f"{filename}: {shown(name)} is not supported", got=got, hint=hint)
-    for name in _DROPOUTS:
+    dropouts = (name for name, field_type in family.field_types.items() if field_type is Dropout)
+    for name in ("attention_dropout", *dropouts):
         if rate := getattr(file, name):
             warnings.warn(f"{filename}: {name} {rate} is not applied; training uses no dropout", stacklevel=3)
     for name in family.stored:
@@ -66,14 +67,14 @@ def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
 
 
 def quantization_from_hf(raw: Mapping[str, Any], filename: str) -> Scheme | None:
-    """Return the quantisation scheme in a parsed `config.json`, or None; ModelFileError if it is not supported."""
+    """Return the quantisation scheme in a parsed `config.json`, or None; raise ModelFileError if it is unsupported."""
     text = raw.get("text_config")
     inner: Any = text.get("quantization_config") if isinstance(text, Mapping) else None  # pyright: ignore
     return scheme_of(raw.get("quantization_config") or inner, filename)
 
 
 def _decoder_fields(file: ConfigFile, family: Family, rope: RopeEntry, filename: str) -> dict[str, Any]:
-    """Return the fields of `DecoderConfig`, without special tokens."""
+    """Return the fields of `DecoderConfig` except special tokens and `module_prefix`."""
     copied = {field: getattr(file, hf_name) for field, hf_name in {**COMMON, **family.fields}.items()}
     heads = file.num_attention_heads
     return {
@@ -92,14 +93,14 @@ def _decoder_fields(file: ConfigFile, family: Family, rope: RopeEntry, filename:
 def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """Return the contents of a `config.json`, from which `transformers` 4 and 5 make the same model.
 
-    `dtype` is that of the stored weights. A configuration that the family's files cannot express raises ConfigError.
+    `dtype` is the stored weights' dtype. A configuration that the family's files cannot express raises ConfigError.
     """
     family = family_of(config)
     file = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{hf_name: getattr(config, field) for field, hf_name in {**COMMON, **family.fields}.items()},
-        "hidden_act": {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}[config.activation],
+        "hidden_act": ACTIVATIONS[config.activation],
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else _rope_to_hf(config.rope_scaling),
         "bos_token_id": config.bos_token_id,
@@ -141,7 +142,7 @@ def _differences(config: DecoderConfig, reread: DecoderConfig) -> dict[str, tupl
 
 
 def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping[str, Any]]:
-    """Return the family of a file, and the section of the file about the text decoder."""
+    """Return the family of a file, and the fields of its text decoder."""
     declared, model_type = raw.get("architectures") or [], raw.get("model_type")
     architectures: list[Any] = declared if isinstance(declared, list) else [declared]  # pyright: ignore[reportUnknownVariableType]
     matches = [family for family in FAMILIES.values() if family.architecture in architectures]
@@ -162,14 +163,14 @@ def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping
 
 
 def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[str, Any]:
-    """Split `rope_parameters` with one entry per layer type into `rope_parameters` and `local_rope`.
+    """Return the file's fields; entries of `rope_parameters` by layer type become `rope_parameters` and `local_rope`.
 
     If all layers have one type, transformers 5 adds the keys ``rope_theta`` (null) and ``rope_type`` (default).
     """
     flat = dict(raw)
     entry: Any = raw.get("rope_parameters")
     rope: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
-    if "rope_local_base_freq" in family.known and set(rope) & set(_LAYER_TYPES):
+    if family.has_local_rope and set(rope) & set(_LAYER_TYPES):
         extra = {name: value for name, value in rope.items() if name not in _LAYER_TYPES and value is not None}
         if extra.pop("rope_type", "default") != "default" or extra:
             problem = f"{filename}: rope_parameters has keys other than {' and '.join(_LAYER_TYPES)}"
@@ -181,7 +182,7 @@ def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[s
 
 
 def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
-    """Return the rotary settings of the file, which may be in two places and two spellings."""
+    """Return the rotary settings of the file; duplicates that differ, and unknown settings, raise ModelFileError."""
     from ._schema import RopeEntry, unhandled
 
     stored = (file.rope_parameters, file.rope_scaling)
@@ -190,7 +191,7 @@ def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
     for entry in (*entries, file.local_rope):
         unknown = unhandled(entry)
         fraction = entry.partial_rotary_factor
-        if fraction not in (None, 1.0) and "partial_rotary_factor" not in family.also:
+        if fraction not in (None, 1.0) and "partial_rotary_factor" not in family.known:
             unknown = {"partial_rotary_factor": fraction}
         if unknown:
             problem = f"{filename}: rope_scaling has {shown(next(iter(unknown)))}, which Lowtide does not compute"
@@ -212,15 +213,14 @@ def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
 
 def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: str) -> RopeScaling | None:
     rope_type = rope.rope_type or rope.type or "default"
-    if family.model_type == "phi3" and rope_type in ("su", "yarn"):  # older names of longrope in Phi-3
-        rope_type = "longrope"
+    rope_type = family.rope_aliases.get(rope_type, rope_type)
     local_type = file.local_rope.rope_type or file.local_rope.type or "default"
     check = functools.partial(check_choice, hint=_WRONG_LOGITS, error=ModelFileError)
-    check(f"{filename}: rope_type", rope_type, ("default", *_FIELDS_OF_TYPE))
+    check(f"{filename}: rope_type", rope_type, ("default", *ROPE_FIELDS))
     check(f"{filename}: rope_type of sliding-window layers", local_type, ("default",))
     if rope_type == "default":
         return None
-    type_fields = {name for names in _FIELDS_OF_TYPE.values() for name in names}
+    type_fields = {name for names in ROPE_FIELDS.values() for name in names}
     rope_values = rope.model_dump(exclude_none=True)  # also has unknown fields, all of which are off
     arguments = {name: value for name, value in rope_values.items() if name in {"factor", *type_fields}}
     original = rope.original_max_position_embeddings or file.original_max_position_embeddings
@@ -233,27 +233,17 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
         got = shortened(rope_values)
         raise ModelFileError(f"{filename}: rope_scaling has no factor", got=got, hint="copy config.json again")
     for name in arguments:
-        if name in type_fields and name not in _FIELDS_OF_TYPE[rope_type]:
+        if name in type_fields and name not in ROPE_FIELDS[rope_type]:
             problem = f"{filename}: rope_scaling has {shown(name)}, which {rope_type} does not use"
             raise ModelFileError(problem, hint=_WRONG_LOGITS)
     factors = {name: tuple(arguments.pop(name)) for name in ("short_factor", "long_factor") if name in arguments}
     return RopeScaling(rope_type=rope_type, **arguments, **factors)  # pyright: ignore[reportArgumentType]
 
 
-_FIELDS_OF_TYPE: Mapping[str, tuple[str, ...]] = {
-    "linear": (),
-    "dynamic": (),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
-    "longrope": ("short_factor", "long_factor", "attention_factor"),
-}
-"""Fields of each RoPE scaling type, in addition to the factor and the length of pretraining."""
-
-
 def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     rope_type = scaling.rope_type
     file: dict[str, Any] = {"rope_type": rope_type, "factor": scaling.factor}
-    for name in _FIELDS_OF_TYPE[rope_type]:
+    for name in ROPE_FIELDS[rope_type]:
         value = getattr(scaling, name)
         if value is not None:
             file[name] = [*value] if isinstance(value, tuple) else value
@@ -265,7 +255,8 @@ def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
 def _token_ids(file: ConfigFile, name: str, filename: str, *, is_explicit: bool) -> tuple[Any, ...]:
     """Return the ids of a special token, which the file gives as a number, a list or null; ``(None,)`` without any.
 
-    An id in the file that is not in the vocabulary raises ModelFileError. Such a default of the family is dropped.
+    An id outside of the vocabulary raises ModelFileError if `is_explicit`. Otherwise it is the family's default, and is
+    left out.
     """
     value: Any = getattr(file, name)
     ids: list[int] = value if isinstance(value, list) else [] if value is None else [value]

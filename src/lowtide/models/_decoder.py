@@ -1,11 +1,11 @@
 """The decoder of many model families: pure functions over a pytree with stacked layers.
 
-`DecoderConfig` has the switches between families. Every matrix is stored as [out, in], as in Hugging Face checkpoints.
-`lowtide.core.linear` multiplies by it, so an adapter or a quantised weight can replace it.
+`DecoderConfig` has the switches between families. Matrices are [out, in], as in Hugging Face checkpoints (gpt-oss
+experts: [in, out]). `lowtide.core.linear` multiplies by them, so an adapter or quantised weight can replace a matrix.
 
 Shapes: B batch, T sequence, D model, N query heads, K key/value heads, H head, F MLP, V vocabulary, L layers,
 E experts. Sources: "Llama 2" (arXiv:2307.09288), "Gemma 2" (arXiv:2408.00118; soft caps, norms after attention and MLP,
-layers of two kinds), "Qwen3" (arXiv:2505.09388; norms of queries and keys).
+sliding windows in every other layer), "Qwen3" (arXiv:2505.09388; norms of queries and keys).
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ from .families import family_of
 from .families._registry import IMAGE_MODULES, PREFIXES
 
 NO_WINDOW = 2**30
-"""Window value of layers without a window, in models where layers differ.
-
-Such layers share one stack: an integer leaf, ``layers/attn/window``, holds each layer's window. No file contains it."""
+"""Window of layers without a window, in models where layers differ. There the integer leaf ``layers/attn/window`` holds
+the window of each layer; no file contains this leaf."""
 
 _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
     *(
@@ -72,23 +71,20 @@ class Routed(NamedTuple):
     probs: Array
     """Router probability of each expert, summed over tokens and over the layers so far, [B, E]."""
     counts: Array
-    """How often each expert was chosen, [B, E]."""
+    """Number of times that each expert was chosen, summed like `probs`, [B, E]."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder: two parameter trees and a static description; itself a pytree.
-
-    Parameters keep the dtype they are stored in; `compute_dtype` is separate.
-    """
+    """A decoder: a pytree of two parameter trees, whose leaves may have any dtype, and a static description."""
 
     outer: Tree
     """``embed/weight`` [V, D], ``norm/weight`` [D] and, unless tied, ``lm_head/weight`` [V, D]."""
     layers: Tree
     """Parameters of the blocks. Every leaf has a leading axis of length L; after `unstack`, a tuple of L trees."""
     config: DecoderConfig = dataclasses.field(metadata={"static": True})
-    """Sizes and constants (static)."""
+    """Sizes and switches (static)."""
     compute_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     """Dtype of activations and matrix products (static); norms, rotary angles, softmax and loss use float32."""
     attention: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
@@ -99,10 +95,7 @@ class Decoder:
 
     @property
     def stack(self) -> LayerStack:
-        """The decoder as ``first``, ``block``, ``last``.
-
-        A batch has ``tokens`` and ``labels``, integers [B, T]. Packed documents also need ``segment_ids``: tokens
-        attend only to equal ids. ``positions`` are optional and default to 0 to T - 1.
+        """The decoder as a `LayerStack`: the embedding, one layer, and the loss; batches are those of `loss`.
 
         Raises:
             StructureError: when `layers` come from `unstack`.
@@ -119,32 +112,26 @@ class Decoder:
         return stack_of(self.config, self.compute_dtype, self.attention, self.tile_tokens)
 
     def external_name(self, path: str) -> str:
-        """Return the Hugging Face module name of a tree path, with ``{layer}`` for the index of a stacked layer.
+        """Return the Hugging Face name of a module, with ``{layer}`` for the index of a stacked layer.
 
-        Args:
-            path: path of a module, such as ``layers/attn/q_proj``.
-
-        Returns:
-            For instance ``model.layers.{layer}.self_attn.q_proj``.
+        For instance, the path ``layers/attn/q_proj`` has the name ``model.layers.{layer}.self_attn.q_proj``.
 
         Raises:
             KeyError: for a router, which is not a linear layer in `transformers`, and for a path without a module.
         """
         if path.endswith("/router"):
             raise KeyError(path)
-        # The checkpoint of a model of images and text has another prefix than the family's names.
+        # The checkpoint of a multimodal model has another prefix than the family's names.
         name, prefix = family_of(self.config).names[path], self.config.module_prefix
         if name == "lm_head" and prefix == PREFIXES[2]:
             return "language_model.lm_head"
         return prefix + name.removeprefix(PREFIXES[0]) if name.startswith(PREFIXES[0]) else name
 
     def named_as(self, names: Collection[str]) -> Decoder:
-        """Return the same decoder with the module name prefix that occurs in `names`.
+        """Return the same decoder with the module name prefix that occurs in `names`, if there is one.
 
-        So an adapter of a model of images and text also fits its text decoder, and the other way round.
-
-        Args:
-            names: names of modules or tensors; unrelated names may be among them.
+        `names` are names of modules or tensors, and may include unrelated names. So an adapter of a multimodal model
+        also fits its text decoder, and the other way round.
         """
         for prefix in reversed(PREFIXES):
             if any(prefix in name for name in names):
@@ -184,17 +171,18 @@ class Decoder:
 def loss(
     model: Decoder, batch: Tree, *, remat: bool | Callable[..., bool] = False, layers_per_remat: int = 1
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Return the mean next-token cross-entropy, plus the load-balancing loss if there is a `router_loss_coef`.
+    """Return the mean next-token cross-entropy, plus `Experts.router_loss_coef` times the load-balancing loss.
 
     Args:
         model: the decoder, with or without adapters.
-        batch: ``tokens`` and ``labels``, integers of shape [B, T]; the label -100 is ignored. Optional and of the same
-            shape: ``segment_ids`` (tokens attend only to their own segment, 0 is padding) and ``positions``.
+        batch: ``tokens`` and ``labels``, integers [B, T]. ``labels[b, t]`` is the token after ``tokens[b, t]``,
+            or -100 to ignore the position. Optional and of the same shape: ``segment_ids`` (tokens attend only to their
+            own segment, 0 is padding) and ``positions`` in documents (default: 0 to T - 1).
         remat: as in `LayerStack.hidden`.
         layers_per_remat: as in `LayerStack.hidden`.
 
     Returns:
-        The loss in nats per token, and metrics, with ``router_loss`` if that is computed.
+        The loss in nats per token, and metrics: ``router_loss`` if the load-balancing loss is computed, else none.
 
     Raises:
         StructureError, ConfigError: as in `Decoder.stack` and `LayerStack.hidden`.
@@ -237,7 +225,7 @@ def activations(h: Any) -> Float[Array, "B T D"]:
 
 
 def head_logits(model: Decoder, h: Any) -> Float[Array, "B T V"]:
-    """Return logits [B, T, V] in float32 of the last block's output: [B, T, D] or `Routed`."""
+    """Return logits [B, T, V] in float32 from the last block's output, which is [B, T, D] or `Routed`."""
     cap = model.config.final_soft_cap
     h_BTD = rms_norm(activations(h), model.outer["norm"]["weight"], model.config)
     logits_BTV = linear(h_BTD, _head_weight(model.outer)).astype(jnp.float32)
@@ -245,7 +233,7 @@ def head_logits(model: Decoder, h: Any) -> Float[Array, "B T V"]:
 
 
 def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32) -> Decoder:
-    """Create a decoder with random weights: normal with standard deviation 0.02, norms at one, biases at zero.
+    """Create a decoder with normal random weights of standard deviation 0.02; norms scale by one, biases are zero.
 
     The standard deviation of projections into the residual stream is divided by sqrt(2 L), as in GPT-2.
 
@@ -291,7 +279,7 @@ _split_stack = jax.jit(tuple)
 
 
 def unstack(model: Decoder, *, donate: bool = False) -> Decoder:
-    """Give each layer separate arrays, with which a GPU generates about twice as fast.
+    """Split stacked layers into separate arrays, with which a GPU generates text about twice as fast.
 
     Args:
         model: the decoder, with or without adapters.
@@ -305,8 +293,8 @@ def unstack(model: Decoder, *, donate: bool = False) -> Decoder:
         StructureError: when the leaves of the layers have no common leading axis.
 
     Memory:
-        A second copy of the layers. With `donate`, a second copy of the largest stacked array only; where that does not
-        fit on a device, it is on the host for a moment.
+        A second copy of the layers. With `donate`, a second copy of the largest stacked array only; if that does not
+        fit on the device, the host holds the array for a moment.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -409,7 +397,7 @@ def stack_of(
     implementation: Implementation | None = None,
     tile_tokens: int | None = None,
 ) -> LayerStack:
-    """Return the layer stack of decoders with this config; cached, so that equal arguments share functions."""
+    """Return the layer stack of decoders with this config; cached, so that equal arguments give the same functions."""
     dtype = jnp.dtype(compute_dtype)
     experts = config.experts
     balanced_experts = experts if experts is not None and experts.router_loss_coef > 0 else None
@@ -489,10 +477,10 @@ def layer_forward(
     implementation: Implementation | None = None,
     tile_tokens: int | None = None,
 ) -> tuple[Array, tuple[Array, Array] | None]:
-    """Apply one layer; return the residual stream, and the router's probabilities and choices.
+    """Apply one layer; return the residual stream, and the router's probabilities and choices (None without experts).
 
-    `positions_BT` are positions in documents and may be [1, T]. `store` takes the new keys and values [B, T, K, H]. It
-    returns those to attend to [B, S, K, H], such as a cache that includes the new ones.
+    `positions_BT` are positions in documents and may be [1, T]. `store` takes the new keys and values [B, T, K, H] and
+    returns the keys and values to attend to [B, S, K, H], such as a cache that includes the new ones.
     """
     attn = layer["attn"]
     mask = dataclasses.replace(mask, window=attn["window"] if isinstance(config.windows, tuple) else config.windows)
@@ -533,7 +521,7 @@ def layer_forward(
 
 
 def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Array | None]) -> tuple[Array, ...]:
-    """Return queries [B, T, W], keys and values (both [B, T, X]) of normalised activations, after rotation."""
+    """Return rotated queries [B, T, W = N H], rotated keys [B, T, X = K H], and values [B, T, X]."""
     h_BTD, positions_BT, lengths_BT = tokens
     attn = layer["attn"]
     x_BTD = _norm(layer, "attn_norm", h_BTD, config)

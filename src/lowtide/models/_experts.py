@@ -1,10 +1,10 @@
 """Mixture of experts (MoE): the router, the experts' MLPs, grouped matrix products, and the load-balancing loss.
 
-No token is dropped, and no expert computes a token that did not choose it. Rows are sorted by expert and multiplied
-group by group (`grouped_linear`), as in Jiang et al., "Mixtral of Experts" (arXiv:2401.04088).
+No token is dropped. A token has one row for each of its K experts. Rows are sorted by expert, and each expert computes
+only its own rows (`grouped_linear`), as in Jiang et al., "Mixtral of Experts" (arXiv:2401.04088).
 
 Shapes: B batch, T sequence, D model, E experts, K experts per token, M = B T K rows, F hidden. In a grouped product:
-I in, O out, C rows of a block or tile, P rows of an expert in the slab, G tiles at once.
+I in, O out, C rows of a block or tile, P rows of an expert in the slab (see `_SlabPlan`), G tiles at once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _Activation = Callable[[Array], Array]
 def mixture(
     mlp: Tree, x_BTD: Float[Array, "B T D"], experts: Experts, activation: _Activation
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T E"], Float[Array, "B T E"]]:
-    """Return the outputs of the MoE, the router's probabilities, and 1 for each chosen expert, else 0.
+    """Return the outputs of the MoE, the router's probabilities, and an array that is 1 for chosen experts, else 0.
 
-    Each device sorts its own rows. Along the mesh axis ``expert`` each device holds some experts: tokens are
-    all-gathered, and outputs are summed and scattered back. Raises ConfigError if the size of ``expert`` does not
-    divide E.
+    Each device sorts its own rows. With the mesh axis ``expert``, each device along the axis holds some experts. It
+    gathers the tokens of all these devices, and a reduce-scatter adds up the outputs. Raises ConfigError if E is not a
+    multiple of the axis size.
 
-    Memory: K rows for each token of this device, and with the axis ``expert`` for each token of all devices along it.
-    In addition the weights of this device's experts of one layer, gathered along ``fsdp`` and ``data``.
+    Memory: K rows for each token of this device, or of all devices along ``expert``. Also this device's experts of one
+    layer, gathered along ``fsdp`` and ``data``.
     """
     mesh = traced_mesh()
     axes = () if mesh is None else tuple(name for name in BATCH_AXES if mesh.shape.get(name, 1) > 1)
@@ -66,7 +66,7 @@ def mixture(
 def _mixture_on_device(
     mlp: Tree, x_BTD: Array, *, experts: Experts, activation: _Activation, has_expert_axis: bool
 ) -> tuple[Array, Array, Array]:
-    """Compute the rows of one device; with `has_expert_axis`, gather the tokens of all devices along ``expert``."""
+    """Compute `mixture` on one device; with `has_expert_axis`, gather the tokens of all devices along ``expert``."""
     logits_BTE = linear(x_BTD, mlp["router"]["weight"], mlp["router"].get("bias"))
     probs_BTE = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
     weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, experts.num_experts_per_token)
@@ -78,20 +78,20 @@ def _mixture_on_device(
     x_BTD, weights_BTK, local_BTK = (
         jax.lax.all_gather(array, "expert", axis=0, tiled=True) for array in (x_BTD, weights_BTK, chosen_BTK)
     )
-    # Inside `shard_map` the leaves have only this device's experts; their indices begin at `count` times its position.
+    # Inside `shard_map` the leaves hold this device's `count` experts, so its first expert has index count * position.
     count = jax.tree.leaves(mlp["experts"])[0].shape[0]
     local_BTK = local_BTK - count * jax.lax.axis_index("expert")
-    # Experts of other devices get the index `count`, which sorts behind this device's own.
+    # Experts of other devices get the index `count`, which sorts behind the experts of this device.
     local_BTK = jnp.where((local_BTK >= 0) & (local_BTK < count), local_BTK, count)
     out_BTD = _dispatch(mlp["experts"], x_BTD, weights_BTK, local_BTK, experts, activation)
-    # Each device computed only its own experts: the sum over devices is complete, and each keeps its own tokens.
+    # The sum over devices adds up the outputs of all experts, and each device keeps the sums for its tokens.
     return jax.lax.psum_scatter(out_BTD, "expert", scatter_dimension=0, tiled=True), probs_BTE, counts_BTE
 
 
 def _dispatch(
     module: Tree, x_BTD: Array, weights_BTK: Array, chosen_BTK: Array, experts: Experts, activation: _Activation
 ) -> Array:
-    """Sort rows by expert, compute them and sum over each token's experts; experts not in `module` add zero."""
+    """Sort rows by expert, apply the experts, and sum over each token's experts; experts not in `module` add zero."""
     batch, length, width = x_BTD.shape
     per_token, count = experts.num_experts_per_token, jax.tree.leaves(module)[0].shape[0]
     chosen_M = chosen_BTK.reshape(-1)
@@ -109,7 +109,7 @@ def _dispatch(
 
 
 def _gather_rows(copies: int, x_ND: Array, order_M: Array, inverse_M: Array) -> Array:
-    """Return M = N * `copies` rows: row m is ``x_ND[order_M[m] // copies]``. `inverse_M` inverts `order_M`."""
+    """Return M = N * `copies` rows: row m is ``x_ND[order_M[m] // copies]``; only the custom VJP uses `inverse_M`."""
     del inverse_M
     return x_ND[order_M // copies]
 
@@ -135,9 +135,10 @@ _gather_rows_custom_vjp.defvjp(_gather_rows_forward, _gather_rows_backward)
 def balance_loss(
     probs_BE: Array, counts_BE: Array, tokens_B: Array, experts: Experts, num_layers: int
 ) -> Float[Array, ""]:
-    """Return the load-balancing loss over all layers; uniform routing gives the number of experts per token.
+    """Return the load-balancing loss over all layers; for uniform routing it is the number of experts per token.
 
-    `probs_BE` and `counts_BE` are sums over the tokens of a sequence and over all layers. `tokens_B` excludes padding.
+    `probs_BE` and `counts_BE` are sums over the tokens of a sequence and over all layers. `tokens_B` has the number of
+    tokens of each sequence, without padding.
     """
     # Fedus et al., "Switch Transformers" (arXiv:2101.03961), equation 4; taken over all layers together, as in Hugging
     # Face transformers. E * sum_e f_e P_e: f_e is the share of tokens that chose expert e, P_e its mean probability.
@@ -153,7 +154,7 @@ def _expert_mlps(
         gate_MF = activation(multiply(rows_MD, module["gate"]["weight"]))
         up_MF = multiply(rows_MD, module["up"]["weight"])
         return multiply(gate_MF * up_MF, module["down"]["weight"])
-    # gpt-oss: columns of gate and up alternate, 1.702 approximates GELU by x sigmoid(1.702 x), and up is shifted by 1.
+    # gpt-oss: columns of gate and up alternate, x sigmoid(1.702 x) approximates GELU, and 1 is added to up.
     gate_up = module["gate_up"]
     out = multiply(rows_MD, gate_up["weight"], transposed=True) + gate_up["bias"].astype(rows_MD.dtype)[expert_M]
     gate_MF = jnp.minimum(out[:, ::2], experts.limit)
@@ -163,10 +164,10 @@ def _expert_mlps(
     return multiply(hidden_MF, down["weight"], transposed=True) + down["bias"].astype(rows_MD.dtype)[expert_M]
 
 
-# Grouped matrix product: rows sorted by expert, each multiplied by the weights of its expert, as in Gale et al.,
+# Grouped matrix product: rows are sorted by expert and multiplied by the weights of their expert, as in Gale et al.,
 # "MegaBlocks" (arXiv:2211.15841). A TPU uses `jax.lax.ragged_dot_general`, which XLA compiles to a grouped kernel. On
 # other platforms XLA multiplies every row by every expert (JAX 0.10.2: eight times the arithmetic for eight experts).
-# So a CPU takes blocks of rows of one expert, and a GPU one batched product plus tiles for the remaining rows.
+# So a CPU multiplies blocks of rows of one expert, and a GPU computes one batched product plus tiles for other rows.
 # Known limit on platforms other than TPU: only first derivatives in reverse mode (JAX raises an error for `jax.jvp`).
 
 
@@ -178,12 +179,12 @@ def grouped_linear(
     transposed: bool = False,
     num_experts: int | None = None,
 ) -> Float[Array, "M O"]:
-    """Return ``x_MI[m] @ weight[e].T`` for the expert e of each row, in the dtype of `x_MI`; zero without an expert.
+    """Return ``x_MI[m] @ weight[e].T`` for each row m and its expert e, in the dtype of `x_MI`.
 
-    Rows are sorted by expert, and `sizes_E` may sum to less than M. `weight` is [E, I, O] if `transposed`, or a node
-    with a method ``grouped``, such as an adapter. `num_experts` counts the experts on all devices that share the rows.
-    Memory: the result. On a CPU also a padded copy of `x_MI` and one expert's weights. On a GPU also the slab and
-    copied weights (`_slab_product`).
+    Rows are sorted by expert. `sizes_E` has the number of rows of each expert; rows beyond their sum become zero.
+    `weight` is [E, I, O] if `transposed`, or an object with a method ``grouped``, such as an adapter. `num_experts` is
+    the number of experts on all devices that share the rows; None: E. Memory: the result. On a CPU also a padded copy
+    of `x_MI` and one expert's weights. On a GPU also the slab and copied weights (`_slab_product`).
     """
     grouped_method: Any = getattr(weight, "grouped", None)
     if grouped_method is not None:  # an adapter multiplies by the base weight and by its factors separately
@@ -207,7 +208,7 @@ def _product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, siz
 
 def _product_forward(transposed: bool, num_experts: int, x: Any, weight: Any, sizes: Any) -> tuple[Array, Any]:
     out: Any = _product(transposed, num_experts, x.value, weight.value, sizes.value)
-    # `perturbed` tells which inputs are differentiated. Rows are a residual only if the weights need a gradient.
+    # `perturbed` is true for differentiated inputs. `x_MI` is a residual only if the weights need a gradient.
     return out, (x.value if weight.perturbed else None, weight.value, sizes.value, x.perturbed)
 
 
@@ -215,7 +216,7 @@ def _product_backward(transposed: bool, num_experts: int, residuals: Any, cotang
     x_MI, weight, sizes_E, is_x_perturbed = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None
-    # The gradient of rows is the same product with the weights in the other orientation.
+    # The gradient of `x_MI` is the same product with the weights in the other orientation.
     dx = _product(not transposed, num_experts, cotangent, weight, sizes_E) if is_x_perturbed else None
     if x_MI is None:
         return dx, None, None
@@ -229,8 +230,8 @@ _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 # Grouped product for CPUs: a loop over blocks of rows of one expert each. The last rows of a block may belong to the
 # next expert. Their results are wrong, and the block of that expert overwrites them. A CPU reads an expert's weights
 # again for each block, so blocks are long. `jax.lax.switch` selects the shortest of a few block lengths that holds the
-# remaining rows. CPU time for 4,096 rows and 16 experts, 512 to 384, float32: 31 ms, versus 66 ms with blocks of 16
-# rows and 25 ms for one dense product of as many rows. Known limit: `jax.vmap` over tokens computes a block of every
+# remaining rows. CPU time for 4,096 rows, 16 experts, I = 512, O = 384, float32: 31 ms, versus 66 ms with blocks of 16
+# rows and 25 ms for one dense product of all rows. Known limit: `jax.vmap` over tokens computes a block of every
 # length, because JAX then turns the switch into a select.
 _BLOCK_LENGTHS = (8, 16, 32, 64, 128, 192, 256)
 
@@ -249,13 +250,13 @@ def _block_product(transposed: bool, num_experts: int, x_MI: Array, weight: Arra
     def body(i: Any, out: Array) -> Array:
         expert, start, num_remaining = blocks.block(i)
         rows = jax.lax.dynamic_slice_in_dim(padded, start, blocks.max_length)
-        # Blocks run in the order of rows, so the next block overwrites what this one writes past its own rows.
+        # Blocks run in the order of rows, so the next block overwrites what this block writes past its own rows.
         part = blocks.apply_shortest(num_remaining, multiply, rows, weight[expert])
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=0)
 
     out = jnp.zeros((num_rows + blocks.max_length, weight.shape[2 if transposed else 1]), x_MI.dtype)
     out = jax.lax.fori_loop(0, blocks.num_blocks, body, out)[:num_rows]
-    # Rows of no expert: the last block may have computed some of them.
+    # Rows of no expert must be zero, but the last block may have computed some of them.
     return jnp.where((jnp.arange(num_rows) < jnp.sum(sizes_E))[:, None], out, 0)
 
 
@@ -282,7 +283,7 @@ def _block_weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_M
 
 
 class _Blocks:
-    """Blocks of rows of one expert each; `sizes_E` has the number of rows of each expert."""
+    """Division of rows into blocks of one expert each; `sizes_E` has the number of rows of each expert."""
 
     def __init__(self, num_rows: int, sizes_E: Array) -> None:
         self._lengths = tuple(length for length in _BLOCK_LENGTHS if length < 2 * num_rows) or _BLOCK_LENGTHS[:1]
@@ -295,29 +296,28 @@ class _Blocks:
         self.num_blocks = self._blocks_to_E[-1]
 
     def block(self, i: Any) -> tuple[Array, Array, Array]:
-        """Return the expert of block `i`, the block's first row, and how many rows of the expert remain from it on."""
+        """Return the expert of block `i`, the block's first row, and the number of the expert's rows from there on."""
         # The first expert whose cumulative number of blocks exceeds `i`.
         expert = jnp.sum(self._blocks_to_E <= i)
         offset = (i - self._blocks_before_E[expert]) * self.max_length
         return expert, self._rows_before_E[expert] + offset, self._sizes_E[expert] - offset
 
     def apply_shortest(self, num_remaining: Array, multiply: Callable[..., Array], *rows: Array) -> Array:
-        """Return ``multiply(length, *rows)`` for the shortest length of at least `num_remaining`, or the longest."""
+        """Return ``multiply(length, *rows)`` with the shortest length that holds `num_remaining`, or the longest."""
         length_index = jnp.sum(jnp.asarray(self._lengths[:-1]) < num_remaining)
         return jax.lax.switch(length_index, [functools.partial(multiply, length) for length in self._lengths], *rows)
 
 
-# Grouped product for GPUs: a few large products, because each loop step costs microseconds there. One batched product,
-# the slab, computes the first rows of every expert, 9/8 of the mean number of rows. It reads the weights in place. A
-# loop computes the remaining rows of busier experts in tiles, several tiles at a time, each with a copy of its weights.
-# With an even router the loop has no steps. With fewer rows than experts, as for a generated token, there is no slab:
-# tiles read only the experts that some row chose.
+# Grouped product for GPUs: a few large products, because each loop step costs microseconds there. The slab is one
+# batched product over the first rows of every expert, 9/8 of the mean number of rows. It reads the weights in place. A
+# loop computes the other rows of busier experts in tiles, several tiles per step, each with a copy of its weights. With
+# an even router the loop has no steps. With fewer rows than experts, as for a generated token, there is no slab: tiles
+# read only the experts that some row chose.
 # Known limits: the slab always computes all its rows. Very uneven routers cause up to twice the arithmetic, and few
-# rows cause more (at least 8 rows per expert). Tiles copy their weights, where a kernel could read them in place. JAX
-# 0.10 to 0.12 have no such kernel for every GPU: XLA multiplies by all experts, and Pallas deprecates its Triton
-# backend.
+# rows cause more (at least 8 rows per expert). Tiles copy weights that a kernel could read in place. JAX 0.10 to 0.12
+# have no such kernel for every GPU: XLA multiplies by all experts, and Pallas deprecates its Triton backend.
 _ROW_MULTIPLE = 8
-"""Rows of the slab and of tiles are a multiple of this, as tensor cores require."""
+"""Rows per expert of the slab, and rows of a tile, are multiples of this number, as tensor cores require."""
 _TILES = (16, 256)
 """Rows of the shortest and of the longest tile, if experts have at least 4 rows on average."""
 _MAX_TILES = 32
@@ -370,12 +370,12 @@ def _gather_masked(x_MI: Array, rows: Array, mask: Array) -> Array:
 
 
 class _SlabPlan:
-    """Assignment of rows to the slab and to tiles; `num_experts` is larger than E when experts are sharded."""
+    """Assignment of rows to the slab and to tiles; `num_experts` is larger than E if experts are sharded."""
 
     def __init__(self, num_rows: int, num_experts: int, weight: Array | jax.ShapeDtypeStruct, sizes_E: Array) -> None:
         num_local_experts, mean = sizes_E.shape[0], num_rows // num_experts
         # Slab: 9/8 of the mean, rounded up to the multiple. Tile: the largest power of two up to a quarter of the mean,
-        # clipped to `_TILES`.
+        # limited to the range of `_TILES`.
         self.slab = 0 if num_rows < num_experts else -(-(mean + -(-mean // 8)) // _ROW_MULTIPLE) * _ROW_MULTIPLE
         self._tile_rows = (
             min(_TILES[1], max(_TILES[0], 1 << (mean // 4).bit_length() - 1)) if mean >= 4 else _ROW_MULTIPLE
@@ -393,12 +393,12 @@ class _SlabPlan:
         self._tiles_to_E = jnp.cumsum(-(-self._remaining_E // self._tile_rows))
 
     def slab_rows(self) -> tuple[Array, Array]:
-        """Return the row indices of the slab, [E, P], and which of them belong to their expert."""
+        """Return the row indices of the slab, and a mask of the rows that belong to the expert, both [E, P]."""
         offset_P = jnp.arange(self.slab)
         return (self._rows_to_E - self._sizes_E)[:, None] + offset_P[None], offset_P[None] < self._sizes_E[:, None]
 
     def slab_positions(self) -> tuple[Array, Array]:
-        """Return the position of each row in the slab, [M], and whether the row is in it."""
+        """Return the index of each row in the flattened slab, and a mask of the rows in the slab, both [M]."""
         rows_M = jnp.arange(self._num_rows)
         expert_M = jnp.sum(self._rows_to_E[None] <= rows_M[:, None], axis=1)
         offset_M = rows_M - (self._rows_to_E - self._sizes_E)[jnp.minimum(expert_M, len(self._sizes_E) - 1)]
@@ -406,7 +406,7 @@ class _SlabPlan:
         return jnp.where(in_slab_M, expert_M * self.slab + offset_M, 0), in_slab_M
 
     def tiles(self, i: Any) -> tuple[Array, Array, Array]:
-        """Return the experts of the tiles of step `i`, [G], their row indices, [G, C], and which rows are valid."""
+        """Return the experts [G], the row indices [G, C] and a mask of valid rows [G, C] of the tiles of step `i`."""
         tile_G = i * self._tiles_per_step + jnp.arange(min(self._tiles_per_step, self._max_tiles))
         # A tile belongs to the first expert whose cumulative number of tiles exceeds the tile's index.
         is_past_GE = self._tiles_to_E[None] <= tile_G[:, None]
@@ -418,7 +418,7 @@ class _SlabPlan:
         return expert_G, first_row_G[:, None] + offset_GC, is_valid_GC
 
     def loop_over_tiles(self, body: Callable[[Any, Array], Array], initial: Array) -> Array:
-        """Run `body` for each step; a few steps without a slab are unrolled, since the host reads loop conditions."""
+        """Run `body` for each step; without a slab, a few steps are unrolled, since the host reads loop conditions."""
         steps = -(-self._max_tiles // self._tiles_per_step)
         if steps <= _MAX_UNROLLED_STEPS and not self.slab:
             return functools.reduce(lambda out, i: body(i, out), range(steps), initial)

@@ -55,7 +55,6 @@ from ._quantized import Packed, Scheme, Stored, group_tensors
 from ._safetensors import CONFIG, DTYPES, INDEX, SINGLE, Source, Tensor, open_tensors, pieces, read_leaf, write_model
 from .families import family_of
 from .families._registry import IMAGE_MODULES
-from .gguf import config_of, map_tensors, read_header
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -75,22 +74,22 @@ def load(
 ) -> Decoder:
     """Load a decoder from a Hugging Face directory or a GGUF file.
 
-    Weights that other software quantised keep the file's exact codes and scales in a `lowtide.QuantizedWeight`, if one
-    node can hold all layers of the stack. Otherwise they become an array, with a warning. Weights of a GGUF file are
+    Weights that other software quantised keep the file's exact codes and scales, if one `lowtide.QuantizedWeight` can
+    hold the weights of all layers. Otherwise they become an array, with a warning. Weights of a GGUF file are
     dequantised while they are read.
 
     Args:
         directory: the folder with `config.json` and safetensors weights, or a GGUF file (see `gguf_file`).
         dtype: dtype of the parameters. ``"auto"`` keeps the stored dtype, or the dtype before quantisation. If a file
-            does not record the latter, the embedding's stored dtype is used, or bfloat16 if it is quantised, too.
+            does not record the latter, it is the embedding's stored dtype, or bfloat16 for a quantised embedding.
         compute_dtype: dtype of activations and products.
         host: leaves to keep in the host memory of their devices, from which `lowtide.offload` streams them. Globs on
-            paths such as ``"layers/**"``, or a predicate. Of these leaves only a matrix that is being quantised is on a
-            device, so the model may be larger than device memory.
+            paths such as ``"layers/**"``, or a predicate ``(path, shape) -> bool``. A device holds no such leaf, only
+            one matrix while it is quantised, so the model may be larger than device memory.
         sharding: function from a leaf's path and shape (`jax.ShapeDtypeStruct`) to its sharding, such as
             `lowtide.train.ShardingRules.of`. Each process reads the parts that its devices hold.
-        quantize: a format of `lowtide.quantize` for the projections of all layers, such as ``"nf4"``. They are frozen
-            and are quantised while they are read. Or formats by glob, of which the first match applies:
+        quantize: a format of `lowtide.quantize` for the projections of all layers, such as ``"nf4"``. They are frozen,
+            and quantised while they are read. Or a dict from globs to formats, whose first match applies:
             ``{"layers/**/*_proj": "nf4", "outer/**": "int8"}`` also stores embedding and head in 8 bits.
 
     Returns:
@@ -101,14 +100,15 @@ def load(
             configuration disagree; the message names the file and the tensor.
         ConfigError: for a dtype that is not floating-point, for an unknown format, for `quantize` of weights that are
             quantised already, and for a GGUF file without the library `gguf`.
-        SelectionError, StructureError: when `host` or a glob of `quantize` selects nothing, or no matrix.
+        SelectionError: when `host` or a glob of `quantize` selects nothing.
+        StructureError: when a glob of `quantize` selects no matrix, or a weight to quantise is not finite.
 
     Warns:
         UserWarning: for quantised weights that become arrays, and for ignored dropout, image modules and input scales.
 
     Memory:
-        The placed parameters, and a few pieces of 64 MiB on the host. For leaves that `host` selects, also the bytes
-        that one device holds of the largest. Quantised weights are made one matrix at a time on the default device,
+        The parameters, and a few pieces of 64 MiB on the host. For leaves that `host` selects, also the bytes that one
+        device holds of the largest leaf. Quantised weights are made one matrix at a time on the default device,
         also when `sharding` shards them. A matrix needs a few float32 copies there, in addition to the codes.
     """
     _check_dtypes(dtype, compute_dtype)
@@ -168,7 +168,7 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
         ConfigError: for a dtype that is not floating-point; for a GGUF file without the library `gguf`.
 
     Memory:
-        Headers of files. Of weights only a stored head that is tied is read, in pieces, with the embedding.
+        Headers of files. If the head is tied but stored, it is compared with the embedding in pieces.
     """
     _check_dtypes(dtype, compute_dtype)
     directory = Path(directory)
@@ -234,6 +234,8 @@ def _open_weights(
 ) -> Generator[Mapping[str, Stored], None, None]:
     """Yield all weights by Hugging Face name, while the files are open."""
     if (file := gguf_file(directory)) is not None:
+        from .gguf import map_tensors  # imported here to keep `import lowtide.models` fast
+
         experts = 1 if config.experts is None else config.experts.num_experts
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))]
@@ -251,7 +253,7 @@ def _open_weights(
                 if not name.removeprefix("model.").startswith(IMAGE_MODULES)
             }
         embedding = _embedding(config)
-        # The tied tensor may have the head's name.
+        # A file may store the tied tensor under the head's name.
         if config.tie_embeddings and embedding not in weights and _HEAD in weights:
             weights = {embedding if name == _HEAD else name: source for name, source in weights.items()}
         yield weights if scheme is None else group_tensors(weights, scheme, notes)
@@ -261,7 +263,7 @@ def _open_weights(
 def _open_plans(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, dtype: Any
 ) -> Generator[tuple[list[_LeafPlan], Any, list[str]], None, None]:
-    """Yield the plan for reading each leaf, while the files are open; all names and shapes are checked before."""
+    """Check all names and shapes, then yield the plan for reading each leaf, while the files are open."""
     notes: list[str] = []
     with _open_weights(directory, config, scheme, notes) as tensors:
         _check_tensors(tensors, config, directory)
@@ -290,7 +292,7 @@ def _read_quantized(
 
 
 def _places(node: QuantizedWeight, place: jax.sharding.Sharding | None) -> Any:
-    """Return the shardings of a node's leaves, or None."""
+    """Return the shardings of a quantised weight's leaves, or None for JAX's default device."""
     if place is None or isinstance(place, jax.sharding.NamedSharding):
         return placed(node, place)
     return jax.tree.map(lambda _: place, node)
@@ -311,6 +313,8 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
 def _read_config(directory: Path) -> tuple[DecoderConfig, Scheme | None]:
     if (file := gguf_file(directory)) is not None:
+        from .gguf import config_of, read_header
+
         return config_from_hf(config_of(read_header(file)), str(file)), None
     expected = "a Hugging Face model directory with config.json and model.safetensors"
     hint = "give a local folder that holds the model; nothing is downloaded"
@@ -389,8 +393,8 @@ def save(
 
 _COPIES = 5
 """Most copies of a piece in host memory: the copy by the safetensors library, the array, the result of the cast, and
-the copy that is sent. One more piece covers what JAX allocates when it first runs. Quantised weights are read in
-pieces, too; their 4-bit codes take a byte each there. `tests/models/test_load_memory.py` measures these bounds."""
+the copy that is sent. The fifth covers what JAX allocates when it first runs. In pieces of quantised weights, a 4-bit
+code takes a byte. `tests/models/test_load_memory.py` measures these bounds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -409,11 +413,8 @@ def host_bytes(model: Tree) -> HostBytes:
     File pages that the operating system caches are not counted, because it reclaims them on demand.
 
     Args:
-        model: the model or its shapes: leaves with a shape, a dtype and, where it matters, a sharding (arrays or
-            `jax.ShapeDtypeStruct`s).
-
-    Memory:
-        None.
+        model: the model or its shapes: arrays or `jax.ShapeDtypeStruct`s. A leaf without a sharding counts as a whole,
+            on a device.
 
     Examples:
         >>> host_bytes({"w": jax.ShapeDtypeStruct((80, 4096, 4096), jnp.bfloat16)}).loading // 2**20
@@ -549,8 +550,8 @@ class _LeafPlan:
 def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: str) -> _LeafPlan:
     """Decide how to read a leaf; `sources` are in the order of its stack.
 
-    With a `dtype` of None, the leaf has a dtype that loses no digits of the stored dtypes, or of the dtypes before
-    quantisation. `otherwise` stands for a dtype before quantisation that the file does not record.
+    With a `dtype` of None, the leaf gets the common dtype of the stored dtypes, or of the dtypes before quantisation,
+    which loses no digits. `otherwise` stands for a dtype before quantisation that the file does not record.
     """
     leaf_dtype = dtype
     if dtype is None:
@@ -569,7 +570,7 @@ def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dty
 
 
 def _dequantization_notes(plans: Sequence[_LeafPlan]) -> list[str]:
-    """Return messages on quantised weights that become arrays although a node could hold each alone, with reasons."""
+    """Return messages, with reasons, on quantised weights that become arrays as a stack, but not alone."""
     notes: list[str] = []
     for reason in dict.fromkeys(leaf_plan.why for leaf_plan in plans if leaf_plan.why):
         affected = {leaf_plan.path: leaf_plan.like for leaf_plan in plans if leaf_plan.why == reason}

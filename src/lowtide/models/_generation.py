@@ -1,11 +1,11 @@
 """Text generation: batches of prompts of different lengths, conversations, sampling, and the KV cache.
 
-One compiled program processes prompts and another takes steps until all rows end. To reuse them, lengths are rounded up
-to a few sizes, and values that vary between calls are traced. A token is sampled with the random key of its row and
-position, so it depends neither on the other rows nor on the padding.
+One compiled program processes prompts, and another generates tokens until all rows end. To reuse these programs,
+lengths are rounded up to a few sizes, and values that vary between calls are traced. A token is sampled with the random
+key of its row and position, so it depends neither on the other rows nor on the padding.
 
-Shapes: B rows, P columns of prompts, S columns in all, T tokens of a call, E end tokens, D model, K key/value heads,
-H head, V vocabulary, L layers.
+Shapes: B rows (samples of prompts), P columns of prompts, S columns in all, T tokens of a call, E end tokens, D model,
+K key/value heads, H head, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Completion:
     tokens: tuple[int, ...]
     """New tokens, without the end token."""
     is_ended: bool
-    """Whether an end token stopped the generation, and not the limit."""
+    """Whether an end token stopped the generation, and not the limit `num_tokens`."""
 
 
 @jax.tree_util.register_dataclass
@@ -52,11 +52,11 @@ class _State:
 
     cache: _Cache
     tokens: Int[Array, "B S"]
-    """Tokens, valid up to and including the cache's next column."""
+    """Tokens of prompts and answers, valid up to and including column ``cache.column``."""
     lengths: Int[Array, "B"]
     """Number of tokens of a row so far, including its prompt; also the position of the next token."""
     counts: Int[Array, "B"]
-    """Number of new tokens of a row."""
+    """Number of new tokens of a row, without the end token."""
     is_done: Array
     is_finite: Array
     """Whether all logits that tokens were sampled from are finite."""
@@ -83,8 +83,8 @@ def generate(
         key: a JAX random key.
         temperature: divides the logits; 0 takes the most likely token.
         hidden: ``hidden(model, batch)`` returns the activations [B, T, D] of the last block, for a model whose layers
-            are not all on the device. Each function object is compiled once. It processes all tokens again for each
-            new one. None: a KV cache is used.
+            are not all on the device. Each function object is compiled once, and called with all tokens for each new
+            token. None: all layers are on the device, and a KV cache is used.
 
     Returns:
         The prompt followed by the new tokens.
@@ -146,11 +146,11 @@ def generate_batch(
 
     Memory:
         The keys and values of a batch (`cache_bytes`); logits [batch_size, vocab_size] in float32; and one layer's
-        activations of the longest prompt. The lengths of the prompt, and then of the whole text, are rounded up: to a
-        multiple of 16, above 64 by less than a quarter. Nothing grows with the number of prompts.
+        activations of the longest prompt. The lengths of the prompt, and then of the whole text, are rounded up to a
+        multiple of 16; lengths above 64 grow by less than a quarter. Nothing grows with the number of prompts.
         A GPU copies a layer's weights at each step, unless the model is unstacked (`unstack`). The rotary scaling types
-        `longrope` and `dynamic` need activations, keys and values of all columns a second time. They recompute texts
-        beyond the length of pretraining: `longrope` once, `dynamic` for each token.
+        `longrope` and `dynamic` need a second copy of keys and values, and one layer's activations of all tokens. They
+        recompute texts beyond the length of pretraining: `longrope` once, `dynamic` for each token.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -235,7 +235,7 @@ def _batch(
 ) -> Iterator[tuple[_State, int]]:
     """Continue a batch; yield its state every `steps_per_call` steps, with the column of the first new token.
 
-    With fewer prompts than keys, the other rows are padding. `_advance` donates a state when the next one is requested.
+    With fewer prompts than keys, the other rows are padding. A state is donated when the next state is requested.
     """
     width = _round_up(max(map(len, prompts)))
     size = _round_up(width + num_tokens)
@@ -304,7 +304,7 @@ _sample_first = jax.jit(_first_state, static_argnames="switches", donate_argname
 def _advance(
     model: Decoder, state: _State, ends_E: Array, knobs: _Knobs, until: Array, switches: _SamplingSwitches
 ) -> _State:
-    """Take steps up to a column, until all rows have ended, or until logits are not finite."""
+    """Generate tokens up to the column `until`, until all rows have ended, or until logits are not finite."""
 
     def is_running(state: _State) -> Array:
         return (state.cache.column + 1 < until) & ~jnp.all(state.is_done) & state.is_finite
@@ -332,7 +332,7 @@ def _recompute_if_stale(model: Decoder, state: _State) -> _Cache:
 
 
 def _append(state: _State, logits_BV: Array, ends_E: Array, switches: _SamplingSwitches, knobs: _Knobs) -> _State:
-    """Sample the token of the cache's next column."""
+    """Sample a token for each row and store it at the cache's next column."""
     keys_B = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
     new_B = choose(logits_BV, keys_B, state.seen, switches, knobs)
     is_finite_B = jnp.all(jnp.isfinite(logits_BV), axis=1)
@@ -495,7 +495,7 @@ class Conversation:
             self._cache, self._cached_tokens = state.cache, text[: int(state.cache.column)]
 
     def _prefill(self, prompt: list[int], num_tokens: int) -> tuple[_Cache, Array]:
-        """Process a text into the cache, except for the prefix that is already in it."""
+        """Process a text without its cached prefix; return the cache, and the logits of the next token."""
         num_columns = max(_FEWEST_COLUMNS, 1 << (len(prompt) + num_tokens).bit_length())
         # The cache is donated below: if processing fails, none is left, and the next call starts with an empty one.
         cache, self._cache = self._cache, None
@@ -516,7 +516,7 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings for sampling the next token, applied as in transformers: penalty, temperature, top-k, top-p, min-p.
+    """Settings for sampling the next token, in transformers' order: penalty, temperature, top-k, top-p, min-p.
 
     Raises:
         ConfigError: for a value out of range.
@@ -566,7 +566,7 @@ class _Knobs(NamedTuple):
 
 
 class _SamplingSwitches(NamedTuple):
-    """Static switches of the program: sorting a vocabulary costs more than one layer of a small model."""
+    """Static switches for parts of the program: sorting a vocabulary costs more than one layer of a small model."""
 
     filters: bool
     """Whether top-k, top-p or min-p is in use."""
@@ -615,12 +615,12 @@ def _filter_logits(logits_BV: Array, knobs: _Knobs) -> Array:
 
 
 # The KV cache: a new token costs the work of one token. A scan over the layers carries two stacked arrays, the keys and
-# values of all layers. XLA updates them in place: a step writes one column and copies nothing. After `unstack` they are
-# tuples and the loop over layers is unrolled. Prompts of different lengths end in the same column: shorter ones are
-# padded on the left. Padding has segment 0 in place of 1, so no token attends to it. A layer with a sliding window
+# values of all layers. XLA updates them in place: a step writes one column and copies nothing. After `unstack`, keys
+# and values are tuples, and the loop over layers is unrolled. Prompts of different lengths end in the same column, with
+# padding on the left. Padding has segment 0 in place of 1, so no token attends to it. A layer with a sliding window
 # holds as many columns as the others.
 # With the rotary scaling types `dynamic` and `longrope`, one more token may change the frequencies of all earlier
-# tokens. This changes their keys, and the values of every layer beyond the first. `_recompute_rows` recomputes both:
+# tokens. This changes their keys, and the values of every layer except the first. `_recompute_rows` recomputes both:
 # with `longrope` once, when a row grows beyond the length of pretraining; with `dynamic` at each token from there on.
 
 
@@ -630,10 +630,10 @@ class _Cache:
     """Keys and values of the tokens so far; a pytree."""
 
     keys: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
-    """Keys of all layers: stacked, or a tuple where the layers are a tuple."""
+    """Keys of all layers: stacked, or a tuple if the model's layers are a tuple."""
     values: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
     segments: Int[Array, "B S"]
-    """0 where a row is padded, 1 elsewhere, also in columns that are not yet written."""
+    """0 in the padding of a row, 1 elsewhere, also in columns that are not yet written."""
     column: Int[Array, ""]
     """Next column to write."""
 
@@ -727,7 +727,7 @@ def _apply_layers(
     zero = np.int32(0)
 
     def apply_layer(h_BTD: Array, layer: Any, caches: Any, index: Any = None) -> tuple[Array, list[Array]]:
-        """Apply a layer; `caches` are its keys and its values, or with `index` those of all layers."""
+        """Apply a layer; `caches` are its keys and values, or with `index` the keys and values of all layers."""
         written: list[Array] = []
 
         def store(*new: Array) -> tuple[Array, Array]:

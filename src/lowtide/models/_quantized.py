@@ -1,8 +1,8 @@
-"""Quantised weights of a directory that other software wrote: their scheme, their tensors, and how a weight is read.
+"""Weights that other software quantised: the scheme of a model directory, the tensors of each weight, and their values.
 
-A weight is read as the parts of a `QuantizedWeight` in Lowtide's layout, or as a dequantised array. The classes
-`_RowMajor`, `_Number`, `_Grid` and `_Spread` show tensors of a file in the shapes of these parts. They are `Readable`,
-and read in pieces of bounded size. Grouping reads only tensors that describe the storage: JSON, tables, layout flags.
+A weight is read as the parts of a `QuantizedWeight` (codes and scales), or as a dequantised array. `_RowMajor`,
+`_Number`, `_Grid` and `_Spread` present tensors of a file in the shapes of these parts. They are `Readable` in pieces
+of bounded size. `group_tensors` reads only tensors that describe the storage: JSON, tables, layout flags.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +19,10 @@ import numpy as np
 from ..core import ModelFileError, parse_json, shortened, shown, validate
 from ..quant import Format, dynamic_map, format_named
 from ._safetensors import Readable, Source, pieces
-from .gguf import GgufTensor
 
 if TYPE_CHECKING:
     from ._schema import QuantizationFile
+    from .gguf import GgufTensor
 
 _METHODS = ("bitsandbytes", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
 _CALIBRATED = ("gptq", "awq", "auto-round", "hqq", "aqlm", "quip", "higgs", "spqr", "vptq", "eetq")
@@ -43,7 +43,7 @@ class Scheme:
 
 
 def scheme_of(raw: Any, where: str) -> Scheme | None:
-    """Parse a ``quantization_config``; None if it is empty. `where` is the file's name, for messages."""
+    """Return the scheme in a ``quantization_config``, or None if it is empty; `where` is the file's name for errors."""
     if raw is None or raw == {}:
         return None
     from ._schema import QuantizationFile
@@ -114,15 +114,15 @@ class Packed:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """Name of its format in messages and tables, such as ``"NF4"``."""
+    """Name of the weight's format in messages and tables, such as ``"NF4"``."""
     num_bytes: int
     """Bytes in the file, including scales."""
     weight_dtype: str | None = None
     """Dtype before quantisation; None if the file does not record it."""
     form: Format | None = None
-    """Format of the `QuantizedWeight` that can hold it, or None."""
+    """Format of a `QuantizedWeight` that can hold the weight; None: the weight becomes an array."""
     block: int = 0
-    """Number of neighbours in a row that share a scale, 0 for the whole row."""
+    """Number of consecutive weights in a row that share a scale; 0: the whole row."""
     parts: tuple[Readable, ...] = ()
     """Codes, scales and, for double quantisation, the scales of the scales and their offset."""
     table: tuple[float, ...] = ()
@@ -150,7 +150,7 @@ class Packed:
         low, high = columns.start // block, -(-columns.stop // block)
         scales = self.parts[1].read((rows, slice(low, high)))
         if len(self.parts) == 4:
-            # Double quantisation: 256 consecutive scales of the file share one scale, across rows.
+            # Double quantisation: 256 consecutive scales of the file share a scale, also across rows.
             first_in_row = np.arange(rows.start, rows.stop)[:, None] * self.parts[1].shape[1]
             nested_index = (first_in_row + np.arange(low, high)) // 256
             start = int(nested_index.min())
@@ -229,8 +229,8 @@ def _pack_4bit(name: str, state_name: str, tensors: dict[str, Source]) -> Packed
         nested = _pop_tensor(tensors, f"{name}.nested_absmax", raw)
         _check_vector(nested, -(-count // 256), "F32")
         _check_table(_pop_tensor(tensors, f"{name}.nested_quant_map", raw), dynamic_map())
-    # `QuantizedWeight` has blocks within a row, but blocks of bitsandbytes may continue into the next row. Then shorter
-    # blocks, whose length divides the row and the block, repeat the scale of the block that they come from (`_Spread`).
+    # `QuantizedWeight` has blocks within a row, but blocks of bitsandbytes may continue into the next row. Then blocks
+    # are shortened to a length that divides the row and the block, and repeat the original block's scale (`_Spread`).
     block = math.gcd(inner, state.blocksize)
     if block < 8:
         raise _error(weight, "rows of a multiple of 8 weights", f"{inner}, in blocks of {state.blocksize}")
@@ -461,23 +461,23 @@ class _Grid:
 
 @dataclasses.dataclass(frozen=True)
 class _Spread:
-    """Scales of blocks that continue from row to row, repeated for shorter blocks that do not."""
+    """Scales of shorter blocks within rows, repeated from blocks in the file that may continue into the next row."""
 
     absmax: Source
     shape: tuple[int, ...]
     block: int
     """Number of weights that share a scale in the file."""
     short: int
-    """Number of weights per shorter block."""
+    """Number of weights in a shorter block."""
     nested: Source | None
     offset: float
     table: Any
-    """Values of the codes of scales."""
+    """Values of the codes of quantised scales; read only with `nested`."""
     itemsize: int = 32
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         rows, columns = (np.arange(axis.start, axis.stop) for axis in index)
-        # Index of the file's block that contains each shorter block, in the order of the flat matrix.
+        # For each shorter block, the index of the block in the file that contains it.
         block_index = (rows[:, None] * self.shape[1] + columns[None]) * self.short // self.block
         start, stop = int(block_index.min()), int(block_index.max()) + 1
         if self.nested is None:
@@ -491,7 +491,7 @@ class _Spread:
 
 @dataclasses.dataclass(frozen=True)
 class MxExperts:
-    """Experts in MXFP4: [experts, out, blocks, 16] and [experts, out, blocks] in the file, [experts, in, out] here."""
+    """Experts in MXFP4, [experts, in, out]: codes [experts, out, blocks, 16] and scales [experts, out, blocks]."""
 
     blocks: Source
     scales: Source
@@ -533,11 +533,11 @@ class MxExperts:
         if np.any(exponents == 255):
             problem = f"{self.scales.file}: {self.scales.name} has a scale that is NaN, in expert {expert}"
             raise ModelFileError(problem, hint="the file is damaged; download it again")
-        # The first element of a byte is in its low half. Scales are powers of two with bias 127; 255 is NaN.
+        # The first element of a byte is in its low half. Scales are exponents of two with bias 127; 255 is NaN.
         codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:2], 32)
         values = np.ldexp(self.values[codes], exponents[..., None].astype(np.int32) - 127)
         return values.reshape(len(values), -1).astype(jnp.bfloat16)
 
 
-Stored = Source | Packed | MxExperts | GgufTensor
+Stored: TypeAlias = "Source | Packed | MxExperts | GgufTensor"
 """A weight in a file: a plain tensor, a quantised weight or experts, or a tensor of a GGUF file."""

@@ -23,9 +23,10 @@ def rotary(
     is_sliding: Array | bool = False,
     lengths_BT: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T 1 R/2"], Float[Array, "B T 1 R/2"]]:
-    """Return cosines and sines for queries and keys, in float32; sliding-window layers may have separate frequencies.
+    """Return the cosines and sines that rotate queries and keys, in float32.
 
-    `positions_BT` are positions in documents, and `lengths_BT` is the result of `document_lengths`.
+    Layers with `is_sliding` may have separate frequencies (`local_rope_theta`). `positions_BT` are positions in
+    documents, and `lengths_BT` is the result of `document_lengths`.
     """
     freq, scale = frequencies(config, lengths_BT)
     factor: Array | float = scale
@@ -38,7 +39,7 @@ def rotary(
 
 
 def rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the first R dimensions of each head, in float32."""
+    """Rotate the first R dimensions of each head, in float32; the result has the dtype of the input."""
     rotary_dim = 2 * cos.shape[-1]
     first, second = jnp.split(x_BTNH[..., :rotary_dim].astype(jnp.float32), 2, axis=-1)
     output = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
@@ -46,7 +47,7 @@ def rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
 
 
 def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tuple[Float[Array, "*BT R/2"], float]:
-    """Return rotary frequencies after scaling, per token if they depend on `length`, and the factor of cos and sin."""
+    """Return scaled rotary frequencies, per token if they depend on `length`, and a factor for cosines and sines."""
     scaling, dim = config.rope_scaling, config.rotary_dim
     freq = _base_frequencies(config.rope_theta, dim)
     if scaling is None:
@@ -64,7 +65,7 @@ def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tupl
             growth = scaling.factor * effective_length / pretrained_length - (scaling.factor - 1)
             return _base_frequencies(config.rope_theta * growth[..., None] ** (dim / (dim - 2)), dim), 1.0
         case "llama3":
-            # Rotations over the length of pretraining: frequencies with few are scaled, with many kept, others blended.
+            # Frequencies with few turns over the length of pretraining are scaled, with many kept, others blended.
             turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -91,10 +92,7 @@ def _depends_on_length(config: DecoderConfig) -> bool:
 
 
 def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Array | None:
-    """Return for each document whether its last token changed the frequencies of its earlier tokens, [B].
-
-    None if frequencies do not depend on the length.
-    """
+    """Return whether the last token of a document changed frequencies of earlier tokens, [B]; None: none ever does."""
     scaling = config.rope_scaling
     if scaling is None or not _depends_on_length(config):
         return None
@@ -106,8 +104,8 @@ def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Arr
 def document_lengths(config: DecoderConfig, positions_BT: Array, segments_BT: Array | None) -> Array | None:
     """Return the length of each token's document, [B, T], if frequencies depend on it, else None.
 
-    A document ends where positions do not increase or the segment changes; its length is its last position plus one. A
-    maximum over the batch would be wrong: other documents and rows must not change a document's frequencies.
+    A document ends before a position that does not increase, or a new segment. Its length is its last position plus 1.
+    A maximum over the batch would be wrong: other documents and rows must not change a document's frequencies.
     """
     if not _depends_on_length(config):
         return None
@@ -127,9 +125,9 @@ def _base_frequencies(theta: float | Array, dim: int) -> Array:
 
 
 def _yarn_ramp(scaling: RopeScaling, theta: float, dim: int) -> Array:
-    """Return the unscaled share of each frequency: 1 for fast rotations, 0 for slow ones."""
+    """Return the unscaled share of each frequency: 1 for fast rotations, 0 for slow rotations."""
 
-    # Solves turns = length * theta ** (-2 d / dim) / (2 pi) for d, the index of the frequency.
+    # Solve turns = length * theta ** (-2 d / dim) / (2 pi) for d, the index of the frequency.
     def dimension(turns: float) -> float:
         return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

@@ -1,8 +1,8 @@
-"""Read safetensors files into placed arrays, and write the files of a model, in pieces of bounded size.
+"""Read safetensors files into arrays on devices, and write the files of a model, in pieces of bounded size.
 
 A leaf is one tensor, or a stack of tensors over its leading axes (layers, or layers and experts). `core.assemble`
-builds it on its devices from pieces of at most `PIECE_BYTES`. `_read_part` reads each piece from the mapped file and
-casts it. Anything else that changes tensors while they are read, such as quantisation, also works on these pieces.
+builds the leaf on its devices from pieces of at most `PIECE_BYTES`. `_read_part` reads and casts each piece. Classes
+that compute a tensor from the file, such as dequantised weights, also read one piece at a time (`Readable`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Readable(Protocol):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element while it is read."""
+        """Bytes of host memory per element while a piece is read."""
         ...
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -132,9 +132,10 @@ def open_tensors(files: Sequence[Path]) -> Generator[dict[str, Source], None, No
 def read_leaf(
     sources: Sequence[Readable], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """Read the parts of a leaf that this process's devices hold, from tensors in the order of the leading stack axes.
+    """Read the parts of a leaf that this process's devices hold; a `sharding` of None is JAX's default device.
 
-    Host memory: a few times `PIECE_BYTES`; for a leaf in host memory also the bytes that one device holds of it.
+    `sources` are the leaf's tensors in row-major order of the stack axes. Host memory: a few times `PIECE_BYTES`; for a
+    leaf in host memory also the bytes that one device holds of the leaf.
     """
     return assemble(functools.partial(_read_part, sources, shape, jnp.dtype(dtype)), shape, dtype, sharding)
 
@@ -153,7 +154,7 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]
 def _read_part(
     sources: Sequence[Readable], shape: tuple[int, ...], dtype: np.dtype[Any], index: tuple[slice, ...]
 ) -> Pieces:
-    """Yield the pieces of a part of a leaf, each with its start inside that part."""
+    """Yield ``(start, values)`` for each piece of a part of a leaf; `start` is an index inside the part."""
     num_stacked = len(shape) - len(sources[0].shape)
     sizes = tuple(axis.stop - axis.start for axis in index)
     for stack_index in itertools.product(*(range(size) for size in sizes[:num_stacked])):
@@ -168,14 +169,13 @@ def _read_part(
             yield (*stack_index, *(axis.start for axis in piece)), values.reshape((1,) * num_stacked + values.shape)
 
 
-# The safetensors library needs all tensors of a file in memory. So files are written in pieces: the length of the
-# header in eight bytes, the header in JSON, and the tensors (https://github.com/huggingface/safetensors#format). The
-# library reads back each header before the file gets its final name.
-# All files are complete under temporary names, and on the disk, before anything of an older model changes. Shards get
-# names that no older file has. So one rename, of the index or of the single file, switches from the old to the new
-# model. A different `config.json` or tokenizer cannot change in the same moment: then `config.json` is deleted before
-# the switch and the new one is renamed last. A reader in between finds no model, and never weights with another model's
-# config.
+# The safetensors library writes a file only from tensors that are all in memory. So this module writes files in pieces:
+# the length of the header in eight bytes, the header in JSON, and the tensors
+# (https://github.com/huggingface/safetensors#format). The library reads back each header before the file gets its final
+# name. All files are complete under temporary names, and on the disk, before anything of an older model changes. Shards
+# get names that no older file has. So one rename, of the index or of the single file, switches from the old to the new
+# model. If `config.json` or the tokenizer differ, they cannot change in the same moment. Then `config.json` is deleted
+# before the switch, and the new `config.json` is renamed last. A reader in between finds no model.
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
 _TEMPORARY_PREFIX = ".saving-"
@@ -185,7 +185,7 @@ _DTYPE_CODES = {name: code for code, name in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor to write: a leaf, or one index of a stacked leaf."""
+    """A tensor to write: a leaf, or the slice of a stacked leaf at `index`."""
 
     name: str
     leaf: Any
@@ -206,7 +206,7 @@ class Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def parts(self) -> Iterator[np.ndarray]:
-        """Yield the tensor in pieces that are copied to the host."""
+        """Yield pieces of the tensor, along its first axis, as NumPy arrays."""
         leaf, count = self.leaf, len(self.index)
         is_on_host = isinstance(leaf, np.ndarray) or _shares_memory(leaf)
         array = np.asarray(leaf)[self.index] if is_on_host else None
@@ -277,7 +277,7 @@ def _split_into_shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[
 
 
 def _unused_names(directory: Path, count: int) -> list[str]:
-    """Return shard names that no file has, to overwrite no shard of an older model; a single shard is `SINGLE`."""
+    """Return names for shards that no file in the directory has; a single shard has the name `SINGLE`."""
     if count == 1:
         return [SINGLE]
     prefixes = itertools.chain([""], (f"{generation}-" for generation in itertools.count(2)))
@@ -325,7 +325,7 @@ def _commit_files(directory: Path, names: Sequence[str], other_files: Mapping[st
     if any(old_files.get(name) != other_files[name] for name in side_files):
         (directory / CONFIG).unlink(missing_ok=True)  # no model
     rename(commit_name)
-    # Lowtide or other software could read an older model in the other layout (single file or index) in place of this.
+    # Delete an older model in the other layout (single file or index), which software might read instead.
     (directory / (INDEX if commit_name == SINGLE else SINGLE)).unlink(missing_ok=True)
     _sync_directory(directory)
     for name in side_files:
@@ -346,7 +346,7 @@ def _create_synced(path: Path) -> Generator[BinaryIO]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush the directory's file names, so that they survive a power cut, where the file system supports it."""
+    """Flush the directory's file names, so that they survive a power cut, if the file system supports this."""
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -363,5 +363,5 @@ def _shares_memory(leaf: Any) -> bool:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _slice_to_device(leaf: Any, start: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
-    # JAX keeps the host copy of an array as long as the array lives, so only slices of arrays are copied.
+    # JAX keeps the host copy of an array as long as the array lives, so only temporary slices are copied to the host.
     return jax.device_put(jax.lax.dynamic_slice(leaf, start, sizes), jax.memory.Space.Device)

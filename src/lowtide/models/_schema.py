@@ -7,20 +7,18 @@ read files import this module.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
-_MOST_LAYERS = 10_000
+from .families import FAMILIES
+from .families._registry import Dropout, Fraction, Length, NumLayers, Scale, Size, Theta
+
 _MOST_TOKENS = 2**24
 
-Size = Annotated[int, Field(ge=1, le=2**22)]
 TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
-Length = Annotated[int, Field(ge=1, le=2**40)]
-Count = Annotated[int, Field(ge=1, le=2**16)]
-Dropout = Annotated[float, Field(ge=0, lt=1)]
-Stretch = Annotated[float, Field(ge=1e-3, le=1e6)]
 
 
 class _File(BaseModel):
@@ -34,73 +32,60 @@ class RopeEntry(_File):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: Annotated[float, Field(ge=1, le=1e15)] | None = None
-    factor: Stretch | None = None
-    low_freq_factor: Stretch | None = None
-    high_freq_factor: Stretch | None = None
+    rope_theta: Theta | None = None
+    factor: Scale | None = None
+    low_freq_factor: Scale | None = None
+    high_freq_factor: Scale | None = None
     original_max_position_embeddings: Length | None = None
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    beta_fast: Stretch | None = None
-    beta_slow: Stretch | None = None
+    partial_rotary_factor: Fraction | None = None
+    beta_fast: Scale | None = None
+    beta_slow: Scale | None = None
     truncate: bool | None = None
-    attention_factor: Stretch | None = None
-    short_factor: Annotated[list[Stretch], Field(max_length=2**16)] | None = None
-    long_factor: Annotated[list[Stretch], Field(max_length=2**16)] | None = None
+    attention_factor: Scale | None = None
+    short_factor: Annotated[list[Scale], Field(max_length=2**16)] | None = None
+    long_factor: Annotated[list[Scale], Field(max_length=2**16)] | None = None
 
 
 class ConfigFile(_File):
-    """The fields of `config.json` that Lowtide reads."""
+    """Fields of `config.json` that are read for every family; `config_schema` adds the fields of single families."""
+
+    if TYPE_CHECKING:  # a type checker does not know the fields that `config_schema` adds
+
+        def __getattr__(self, name: str) -> Any: ...
 
     architectures: Annotated[list[str], Field(max_length=16)] | str | None = None
     model_type: str | None = None
     vocab_size: Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
     hidden_size: Size
     intermediate_size: Size
-    num_hidden_layers: Annotated[int, Field(ge=1, le=_MOST_LAYERS)]
+    num_hidden_layers: NumLayers
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     hidden_act: str | None = None
-    rope_theta: Annotated[float, Field(ge=1, le=1e15)] | None = None
+    rope_theta: Theta | None = None
     rope_scaling: RopeEntry | None = None
     rope_parameters: RopeEntry | None = None
     local_rope: RopeEntry = RopeEntry()
-    rope_local_base_freq: Annotated[float, Field(ge=1, le=1e15)] | None = None
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
-    original_max_position_embeddings: Length | None = None
     rms_norm_eps: Annotated[float, Field(ge=0, le=1)] = 1e-6
     tie_word_embeddings: bool | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
     attention_dropout: Dropout | None = None
-    resid_pdrop: Dropout | None = None
-    embd_pdrop: Dropout | None = None
     max_position_embeddings: Length = 2048
     bos_token_id: TokenId | list[TokenId] | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     quantization_config: Any = None
-    query_pre_attn_scalar: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
-    attn_logit_softcapping: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    final_logit_softcapping: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    sliding_window: Size | None = None
-    use_sliding_window: bool | None = None
-    max_window_layers: Annotated[int, Field(ge=0, le=_MOST_LAYERS)] | None = None
-    sliding_window_pattern: Annotated[int, Field(ge=1, le=_MOST_LAYERS)] | None = None
-    old_sliding_window_pattern: Annotated[int, Field(ge=1, le=_MOST_LAYERS)] | None = Field(
-        default=None, alias="_sliding_window_pattern"
-    )
-    layer_types: (
-        Annotated[list[Literal["full_attention", "sliding_attention"]], Field(max_length=_MOST_LAYERS)] | None
-    ) = None
-    num_experts: Count | None = None
-    num_local_experts: Count | None = None
-    num_experts_per_tok: Count | None = None
-    experts_per_token: Count | None = None
-    moe_intermediate_size: Size | None = None
-    norm_topk_prob: bool | None = None
-    output_router_logits: bool | None = None
-    router_aux_loss_coef: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    swiglu_limit: Annotated[float, Field(gt=0, le=1e6)] | None = None
+
+
+@functools.cache
+def config_schema() -> type[ConfigFile]:
+    """Return the schema of `config.json` with the fields of all families, each of which may be missing or null."""
+    # A field of pydantic cannot have a name with a leading underscore.
+    fields: dict[str, Any] = {
+        f"old{name}" if name.startswith("_") else name: (field_type | None, Field(default=None, alias=name))
+        for family in FAMILIES.values()
+        for name, field_type in family.field_types.items()
+    }
+    return create_model("ConfigFile", __base__=ConfigFile, **fields)
 
 
 _HARMLESS = frozenset(
@@ -144,17 +129,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def unhandled(
     file: _File, known_fields: Collection[str] | None = None, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
 ) -> dict[str, Any]:
-    """Return the fields that are switched on and would compute something that Lowtide does not.
+    """Return the fields that are switched on, may change what the model computes, and are not supported.
 
-    `known_fields` are those that the family reads; with None, for a section of the file, all fields of the schema.
+    `known_fields` are the fields that the family reads. For a section of the file, None: all fields of the schema.
     """
     values: dict[str, Any] = {**(file.model_extra or {})}
     harmless = _HARMLESS | {"local_rope"}
     if known_fields is not None:
         fields = type(file).model_fields
-        values |= {fields[name].alias or name: getattr(file, name) for name in file.model_fields_set & set(fields)}
+        values |= {fields[name].alias or name: getattr(file, name) for name in fields if name in file.model_fields_set}
         harmless = harmless | (set(known_fields) - set(neutral))
-    if values.get("use_sliding_window") is False:  # the window's sizes have no effect
+    if values.get("use_sliding_window") is False:  # then the window's sizes have no effect
         harmless = harmless | {"sliding_window", "max_window_layers"}
     return {
         name: value
@@ -233,7 +218,7 @@ _Axis = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class _QuantizationSection(BaseModel):
-    """Strict like the other schemas. Other fields are ignored: they describe kernels or how weights were quantised."""
+    """Strict model that ignores unknown fields: they describe kernels, or how weights were quantised."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
@@ -270,7 +255,7 @@ class QuantizationFile(_QuantizationSection):
 
 
 class QuantState(_QuantizationSection):
-    """JSON in a tensor ``quant_state.bitsandbytes__nf4``."""
+    """JSON in a tensor such as ``q_proj.weight.quant_state.bitsandbytes__nf4``, which describes one weight."""
 
     quant_type: Literal["nf4", "fp4"]
     blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]

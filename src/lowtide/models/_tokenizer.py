@@ -1,8 +1,8 @@
 """Load the tokenizer of a model directory, and check `tokenizer.json` before this process parses it.
 
-A file can make the tokenizers library, written in Rust, abort the process, which no `except` catches: by a stack
-overflow, a failed allocation or a panic. So this module first checks JSON, depth, ids and sizes. Then a subprocess
-loads the file and encodes a line of text. This takes about 0.1 s, or as long as a second load of a large vocabulary.
+The tokenizers library is written in Rust. A stack overflow, a failed allocation or a panic in it aborts the process,
+which no `except` catches. So this module first checks JSON, depth, ids and sizes. Then a subprocess loads the file and
+encodes a line of text. This takes about 0.1 s, or as long as a second load of a large vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ tokenizer.no_padding()
 try:
     tokenizer.decode(tokenizer.encode(sys.argv[4]).ids)
 except Exception:
-    pass  # a vocabulary may lack a character; what ends the process is looked for
+    pass  # such as a character that the vocabulary lacks; this test is only for errors that end the process
 """
 
 
@@ -62,8 +62,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         The tokenizer, from the `tokenizers` library, with the file's truncation and padding switched off.
 
     Raises:
-        ModelFileError: when `tokenizer.json` is missing or damaged. Also when another file lists a token that
-            `tokenizer.json` lacks, with an id that is not the next free one.
+        ModelFileError: when `tokenizer.json` is missing, or a file is damaged. Also when another file lists a token
+            that `tokenizer.json` lacks, with an id that is not the next free id.
     """
     hint = "save the tokenizer in the fast format: transformers' AutoTokenizer(...).save_pretrained writes it"
     path = input_file(directory, "tokenizer.json", hint=hint)

@@ -1,4 +1,4 @@
-"""Attention and maps over tokens with small intermediate arrays, implemented for the target of the traced program."""
+"""Attention and maps over tokens with small intermediate arrays, selected for the target of the traced program."""
 
 import lazy_loader
 

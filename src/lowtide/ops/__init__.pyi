@@ -1,4 +1,4 @@
-"""Attention and maps over tokens with small intermediate arrays, implemented for the target of the traced program."""
+"""Attention and maps over tokens with small intermediate arrays, selected for the target of the traced program."""
 
 from ._attention import attention as attention
 from ._attention import attention_implementation as attention_implementation

@@ -1,10 +1,11 @@
 """Attention with an implementation selected for the device that the program is traced for.
 
-On a GPU in half precision, with neither a soft cap nor sinks, it is cuDNN's fused kernel (`_cudnn`). On a TPU it is
-JAX's splash attention (`_splash`). Elsewhere it is blocks of XLA's operations (`_blocks`). Few queries take all scores
-at once (`attend_with_scores`), which has derivatives of every kind.
+- `_cudnn`: cuDNN's fused kernel, on GPUs in half precision, with neither a soft cap nor sinks.
+- `_splash`: JAX's splash attention kernel, on TPUs, for 1,024 tokens and more.
+- `attend_with_scores`: XLA operations on all scores at once, for fewer than 64 queries. It has all derivatives.
+- `_blocks`: XLA operations on one block of scores at a time, in all other cases.
 
-Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, M = G T, H head.
+Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, M = G T, H size of a head.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ from ._options import (
     dot_product_options,
 )
 
-# Fewer queries have few scores, which are computed all at once.
+# With fewer queries the scores are small, so all are computed at once.
 _LEAST_IN_BLOCKS = 64
 
 
 class AttentionKernel(NamedTuple):
-    """An implementation for particular devices, from a module of its own; the two texts are for messages."""
+    """A kernel for one kind of device; `description` and `requirements` are texts for error messages."""
 
     description: str
     requirements: str
     unsupported_reason: Callable[[Array, Array, AttentionMask, ScoreOptions], str]
-    """Returns why the kernel cannot compute this on the device of the traced program; empty if it can."""
+    """Returns why the kernel does not support the arguments or the traced program's device; empty if it does."""
     is_preferred: Callable[[Array, Array, AttentionMask], bool]
-    """Returns whether automatic selection takes the kernel if it can compute this."""
+    """Returns whether automatic selection takes the kernel, if it supports the arguments."""
     attend: Callable[..., Array]
-    """Computes attention from queries, keys, values, mask and score options; `is_required` if the caller named it."""
+    """Computes attention from queries, keys, values, mask and score options; `is_required` if it was requested."""
 
 
 KERNELS: Mapping[Implementation, AttentionKernel] = {
@@ -95,14 +96,13 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Compute attention with the implementation selected for the target device.
 
-    N / K query heads share one head of keys and values, which is not repeated.
+    N / K query heads share one head of keys and values, which is not repeated. Causality, windows and segments define
+    the mask. Mask and bias arrays [T, S] (as for ALiBi) are not supported, because kernels would read them from memory;
+    `jax.nn.dot_product_attention` takes such arrays.
 
-    On a mesh with an axis ``context``, of a trainer or `jax.set_mesh`, tokens are sharded along it. Each device gets
-    all tokens of a part of the heads, and returns its results to the sharding by tokens. Inside of a `jax.shard_map`
-    over that axis there is no communication.
-
-    Causality, windows and segments define the mask. There is no mask or bias array of [T, S] (as for ALiBi), which
-    kernels would read from memory; `jax.nn.dot_product_attention` takes such arrays.
+    If the mesh of a trainer or of `jax.set_mesh` has an axis ``context``, tokens are sharded along it. All-to-all
+    exchanges give each device all tokens of a part of the heads, and restore the sharding by tokens afterwards. Inside
+    of a `jax.shard_map` over that axis there is no communication.
 
     Args:
         q: queries [B, T, N, H]; in a decoder with a cache, those of the new tokens.
@@ -112,33 +112,40 @@ def attention(
             to equal S.
         scale: factor of the scores; None means ``H ** -0.5``. It may be traced, and learned.
         soft_cap: soft cap: scores become ``soft_cap * tanh(scores / soft_cap)`` before masking; None means no cap.
-        sinks: for each query head the score of a sink, a key without a value [N]; None means no sinks.
-        implementation: ``"cudnn"`` or ``"splash"`` (JAX's kernel for TPUs); ``"blocks"`` of XLA's operations; or
-            ``"xla"`` with all scores at once. Only ``"xla"`` has forward-mode derivatives (`jax.jvp`, `jax.linearize`,
-            `jax.hessian`); JAX refuses them for the others. None selects one. On a GPU it is cuDNN's kernel where that
-            can compute this. Rows of 16,384 tokens and more with segments or a traced mask go to blocks, as cuDNN
-            takes these as arrays. On a TPU it is splash where that can compute this, in rows of 1,024 tokens and more.
-            Else it is blocks, or all scores for fewer than 64 queries. In a program for several TPUs each one runs the
-            kernel if a mesh is known that shards rows and heads: that of a trainer, of `jax.set_mesh` or of
-            `jax.shard_map` (``check_vma=False``). Else they share blocks.
+        sinks: scores of sinks [N]: for each query head, that of one more key without a value; None means no sinks.
+        implementation: ``"cudnn"``; ``"splash"``, JAX's kernel for TPUs; ``"blocks"``, XLA operations on one block of
+            scores at a time; or ``"xla"``, XLA operations on all scores at once. Only ``"xla"`` has forward-mode
+            derivatives (`jax.jvp`, `jax.linearize`, `jax.hessian`). None selects the first of these that supports the
+            arguments:
+
+            - On a GPU ``"cudnn"``, except for rows of 16,384 tokens and more with segments or a traced window or start.
+              cuDNN needs a mask array for these.
+            - On a TPU ``"splash"``, for at least 1,024 queries and keys.
+            - ``"xla"`` for fewer than 64 queries, else ``"blocks"``.
+
+            In a program for several TPUs, splash needs a known mesh that shards rows and heads: that of a trainer, of
+            `jax.set_mesh` or of `jax.shard_map` (``check_vma=False``). Without such a mesh, blocks replace splash, or
+            `ConfigError` is raised if splash was requested.
 
     Returns:
-        Attention output [B, T, N, H], same dtype as `q`. A query that sees nothing gets finite numbers and finite
-        gradients: its row is padding, and nothing reads its result.
+        Attention output [B, T, N, H], same dtype as `q`. A query that sees no key, such as padding, gets finite numbers
+        and finite gradients.
 
     Raises:
-        ConfigError: for shapes or dtypes that do not fit; an invalid mask, such as a window below 1; an invalid scale
-            or soft cap; causal attention whose numbers of queries and keys differ, if the mask has no `start`; an
-            implementation that is unknown or cannot compute this here; or an axis ``context`` that does not divide
-            tokens or query heads. Values that the program computes are not checked: with a traced window of 0 a query
-            sees nothing.
+        ConfigError: for shapes or dtypes that do not fit; an invalid mask, such as a window below 1; an invalid scale,
+            soft cap or array of sinks; causal attention whose numbers of queries and keys differ, if the mask has no
+            `start`; an implementation that is unknown, or does not support the arguments or the device; or an axis
+            ``context`` whose size does not divide tokens or query heads. Traced values are not checked: with a traced
+            window of 0 a query sees nothing.
 
     Memory:
-        cuDNN: [B, N, T] of the forward pass; with segments a mask [B, 1, T, T]. Blocks: float32 scores of one block of
-            queries and keys, at most 64 MiB on a device (8 MiB on a CPU) unless blocks of 128 have more. For the
-            backward pass they keep `q`, `k`, `v`, the result and [B, N, T]. The last two have the names ``attn_out``
-            and ``attn_lse``. The backward pass has float32 gradients of keys and values. Splash: as blocks without any
-            scores; copies of some heads of one row, 8 MiB of queries and more where T is long.
+        cuDNN: log-sum-exps [B, N, T] from the forward pass; with segments a mask [B, 1, T, T].
+        Blocks: the float32 scores of one block, at most 64 MiB on a device (8 MiB on a CPU), unless a block of 128 x
+            128 has more. Residuals are `q`, `k`, `v`, the output and the log-sum-exps [B, N, T]; the last two have the
+            checkpoint names ``attn_out`` and ``attn_lse``. The backward pass has float32 gradients of keys and values.
+        Splash: the same residuals, no scores, and copies of some heads of one row. With bfloat16 and H = 128 these are
+            8 MiB of queries, or more for long rows.
+        All scores: [B, N, T, S], in float32 at least.
 
     Examples:
         >>> q = jnp.ones((1, 4, 2, 8))
@@ -169,7 +176,7 @@ def attention(
     _check_implementation(implementation, q, k, mask, scores)
     if not q.shape[0]:
         return q
-    return _over_context(implementation, q, k, v, mask, scores)
+    return _attend_over_context(implementation, q, k, v, mask, scores)
 
 
 def _check_implementation(
@@ -191,7 +198,7 @@ def _to_python_int(value: Any) -> Any:
 
 
 def _broadcast_segments(rows: int, segments: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
-    """Return the segments of each row, broadcast if all rows share those of one."""
+    """Broadcast segments that all rows share, [1, T] and [1, S], to [B, T] and [B, S]."""
     if segments is None or rows == 1 or all(ids.shape[0] == rows for ids in segments):
         return segments
     queries, keys = (jnp.broadcast_to(ids, (rows, ids.shape[1])) for ids in segments)
@@ -201,7 +208,7 @@ def _broadcast_segments(rows: int, segments: tuple[Array, Array] | None) -> tupl
 def _dispatch(
     implementation: Implementation | None, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions
 ) -> Array:
-    name = implementation or _best(q, k, mask, scores)
+    name = implementation or _select_implementation(q, k, mask, scores)
     if name in KERNELS:
         return KERNELS[name].attend(q, k, v, mask, scores, is_required=implementation is not None)
     attend = attend_in_blocks if name == "blocks" else attend_with_scores
@@ -217,18 +224,18 @@ def attention_implementation(
     num_tokens: int | None = None,
     mask: AttentionMask = CAUSAL,
 ) -> Implementation:
-    """Return the implementation of attention on the device that a program is traced for.
+    """Return the implementation that `attention` selects on the device that a program is traced for.
 
     Args:
         dtype: dtype of the queries.
-        head_dim: H.
+        head_dim: size of a head, H.
         soft_cap: as in `attention`.
         has_sinks: whether there are sinks.
-        num_tokens: T; None means enough for a kernel.
+        num_tokens: number of queries and of keys; None means 1,024, the fewest for the kernel for TPUs.
         mask: as in `attention`.
 
     Returns:
-        Its name. In a program for several devices, blocks replace the kernel for TPUs if no mesh is known.
+        Name of the implementation. In a program for several TPUs, blocks replace ``"splash"`` if no mesh is known.
 
     Raises:
         ConfigError: for a mask that is not an `AttentionMask`.
@@ -240,11 +247,11 @@ def attention_implementation(
     check_mask_type(mask)
     scores = ScoreOptions(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
     x: Any = jax.ShapeDtypeStruct((1, num_tokens or _splash.LEAST_TOKENS, 1, head_dim), dtype)
-    return _best(x, x, mask, scores)
+    return _select_implementation(x, x, mask, scores)
 
 
-def _best(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> Implementation:
-    """Return the target's kernel if it can compute this, else blocks or all scores."""
+def _select_implementation(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> Implementation:
+    """Return the target's kernel if it supports the arguments, else ``"xla"`` for few queries or ``"blocks"``."""
     for name, kernel in KERNELS.items():
         if kernel.is_preferred(q, k, mask) and not kernel.unsupported_reason(q, k, mask, scores):
             return name
@@ -255,7 +262,7 @@ def _best(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> Impl
 
 
 def attend_with_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: AttentionMask, scores: ScoreOptions) -> Array:
-    """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
+    """Compute attention [B, T, N, H] from all scores, by `jax.nn.dot_product_attention` if it supports the options."""
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     # JAX's own XLA implementation computes float64 in float32, and has no float16 on a CPU.
     if not scores.is_plain or q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
@@ -266,8 +273,8 @@ def attend_with_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Attent
 
 def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, is_seen: Array, scores: ScoreOptions) -> Array:
     batch, length, heads, dim = q_BTNH.shape
-    # Queries that share keys are rows of one product, and heads come before rows: a CPU multiplies these without a
-    # copy.
+    # Queries that share keys are rows of one product, and heads come before rows: a CPU multiplies this layout without
+    # a copy.
     q_BKMH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
     groups = q_BKMH.shape[:4]
     q_BKMH = q_BKMH.reshape(*groups[:2], -1, dim)
@@ -277,7 +284,7 @@ def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, is_seen: Arra
     s_BKGTS = s_BKMS.reshape(*groups, -1)
     if scores.soft_cap is not None:
         s_BKGTS = scores.soft_cap * jnp.tanh(s_BKGTS / scores.soft_cap)
-    # The lowest finite number, not -inf: the softmax of a row that sees nothing would be NaN.
+    # Use the lowest finite number: with -inf, the softmax of a query that sees no key would be NaN.
     s_BKGTS = jnp.where(is_seen[:, :, None], s_BKGTS, jnp.finfo(wide).min)
     p_BKGTS = _softmax(s_BKGTS, scores.sinks).astype(v_BSKH.dtype)
     out_BKMH = jnp.einsum("bkms,bksh->bkmh", p_BKGTS.reshape(s_BKMS.shape), v_BKSH)
@@ -297,26 +304,26 @@ def _softmax(s_BKGTS: Array, sinks: Array | None) -> Array:
 
 # --- sharded tokens ---------------------------------------------------------------------------------------------------
 
-# Along the axis ``context`` of a mesh each device has a part of every row. For attention it gets all tokens of a part
-# of the heads, by one all-to-all each of queries, keys and values. Another all-to-all returns the result (Jacobs et
-# al., "DeepSpeed Ulysses", arXiv:2309.14509). So causal masks, windows and documents cost every device the same, and
-# every implementation of attention sees whole rows. If there are fewer key heads than devices, heads are repeated
-# before they are sent: each device gets the heads that its queries share, once. If heads are sharded along ``tensor``,
-# each device shards its own heads further.
+# The axis ``context`` of a mesh shards the tokens of every row. For attention, one all-to-all each of queries, keys and
+# values gives each device all tokens of a part of the heads. Another all-to-all returns the output (Jacobs et al.,
+# "DeepSpeed Ulysses", arXiv:2309.14509). So causal masks, windows and segments cost every device the same, and every
+# implementation of attention sees whole rows. If there are fewer key heads than devices, key heads are repeated before
+# they are sent, so that each device gets the key heads of its queries once. If ``tensor`` shards heads, ``context``
+# shards each part further.
 #
-# Sharding constraints do not suffice: the compiler cannot partition the calls of kernels, and an exchange by
-# `shard_map` determines which collectives run.
+# Sharding constraints do not suffice: the compiler cannot partition kernel calls, and only `shard_map` determines which
+# collectives run.
 
 
-def _over_context(
+def _attend_over_context(
     implementation: Implementation | None, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions
 ) -> Array:
-    """Compute attention where tokens may be sharded along ``context``."""
+    """Compute attention; if ``context`` shards the tokens, exchange tokens for heads."""
     if num_shards_along(CONTEXT) == 1:
         return _dispatch(implementation, q, k, v, mask, scores)
     segments = mask.segments
     if segments is not None and segments[0] is segments[1]:
-        segments = segments[:1]  # a kernel may have to know that queries and keys have the same segments
+        segments = segments[:1]  # one array shows a kernel that queries and keys have the same segments
     arrays = {
         "window": mask.window if isinstance(mask.window, jax.Array) else None,
         "start": mask.first_query if isinstance(mask.first_query, jax.Array) else None,
@@ -342,11 +349,11 @@ def _attend_exchanged(
     mesh, parts, tensor = traced_mesh(), num_shards_along(CONTEXT), num_shards_along("tensor")
     _check_divisible(q.shape, k.shape, parts, tensor)
     k, v = (_repeat_heads(array, tensor) for array in (k, v))
-    # All axes, also those of one device: the compiler cannot partition a kernel along any of them.
+    # Map over all axes, also those of size 1: the compiler cannot partition a kernel along any axis.
     free_axes = set(mesh.axis_names).difference(getattr(mesh, "manual_axes", ()))
     batch = tuple(name for name in BATCH_AXES if name in free_axes)
     if q.shape[0] % math.prod(mesh.shape[name] for name in batch):
-        batch = ()  # rows that do not divide, such as the last of an evaluation, are on every device
+        batch = ()  # replicate a batch that does not divide evenly, such as the last of an evaluation
     heads = ("tensor",) if "tensor" in free_axes else ()
     tokens = P(batch, CONTEXT, heads)
     # Sinks are sharded like the heads after the exchange.

@@ -1,13 +1,13 @@
-"""Attention over blocks of queries and keys with XLA's operations: exact, on every target, in constant memory.
+"""Attention over blocks of queries and keys with XLA's operations: exact, on every target, with few scores in memory.
 
-At most one block of scores exists at a time, forward and backward. Blocks that no query sees, above the diagonal or
-outside of a window, are not in the program. Masks that only the running program knows (documents of packed rows,
-windows that differ between layers, a first query) are evaluated before the loop, and it skips blocks that no query
-sees. If blocks do not divide a row, the last one begins earlier. Blocks are visited from the last to the first, so the
-block before it overwrites the rows that both have.
+One block of scores exists at a time, in the forward and the backward pass. Blocks that no query sees, above the
+diagonal or outside of a window, are not in the program. Segments, and a traced window or start, are known only when the
+program runs: the loop then skips blocks that no query sees. If the block size does not divide a row, the last block
+begins earlier and overlaps the block before it. Blocks are visited from the last to the first, so the earlier block
+overwrites the rows of the overlap.
 
 Shapes: B batch, T queries, S keys, C rows and D columns of a block, P pairs of a block of queries and a block of keys,
-N query heads, K key/value heads, G = N / K, M = G C, H head, W = N H, X = K H.
+N query heads, K key/value heads, G = N / K, M = G C, H size of a head, W = N H, X = K H.
 
 Known limit: a loop over blocks is slower than a kernel that keeps scores on the chip.
 
@@ -39,14 +39,14 @@ from ..core import (
 )
 from ._options import AttentionMask, ScoreOptions
 
-# Bytes of one float32 block of scores on one device: what keeps a GPU's or a TPU's matrix units busy, and what a CPU's
-# cache nearly holds.
+# Largest size of a float32 block of scores on one device. It keeps the matrix units of a GPU or TPU busy, and nearly
+# fits into the cache of a CPU.
 _SCORE_BYTES = {"cpu": 2**23}
 _MOST_SCORE_BYTES = 2**26
 _MOST_ROWS = 1024
 
 _LEAST_ROWS = 128
-"""The fewest rows of a block; with fewer a chip's matrix units are not busy."""
+"""The fewest rows of a block; with fewer rows a chip's matrix units are not busy."""
 
 
 class Config(NamedTuple):
@@ -61,7 +61,7 @@ class Config(NamedTuple):
 
 
 class RuntimeMask(NamedTuple):
-    """Parts of the mask that only the running program knows, each or None."""
+    """Parts of the mask that are arrays, known only when the program runs; None for all other parts."""
 
     window: Array | None
     start: Array | None
@@ -70,16 +70,16 @@ class RuntimeMask(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """The two passes of an implementation of attention, with arguments as `forward` and `gradients` have them."""
+    """Forward and backward pass of an implementation of attention, with the parameters of `forward` and `gradients`."""
 
     forward: Callable[..., tuple[Array, Array]]
     gradients: Callable[..., Any]
     settings: Any
-    """The first argument of both, hashable."""
+    """First argument of both functions, hashable."""
 
 
 class _Carry(NamedTuple):
-    """State of a block of queries over the blocks of keys so far."""
+    """Maximum, sum of exponentials and output of a block of queries, over the blocks of keys visited so far."""
 
     highest_BKM: Array
     total_BKM: Array
@@ -87,7 +87,7 @@ class _Carry(NamedTuple):
 
 
 def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: AttentionMask, scores: ScoreOptions) -> Array:
-    """Compute attention; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
+    """Compute attention [B, T, N, H] with one block of scores at a time."""
     window, start = mask.window, mask.first_query
     query_segments, key_segments = mask.segments or (None, None)
     runtime_mask = RuntimeMask(
@@ -104,7 +104,7 @@ def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Attentio
 
 
 def block_size(shape: Sequence[int], num_keys: int) -> int:
-    """Return the most rows and columns of a block of scores, for queries [B, T, N, H] over all devices."""
+    """Return the largest number of rows and columns of a block; `shape` is that of the queries on all devices."""
     batch, length, heads, _ = shape
     batch, heads = local_sizes(batch, heads)
     max_elements = _SCORE_BYTES.get(traced_device().platform, _MOST_SCORE_BYTES) // (4 * batch * heads)
@@ -115,7 +115,7 @@ def block_size(shape: Sequence[int], num_keys: int) -> int:
 
 
 def local_sizes(batch: int, heads: int) -> tuple[int, int]:
-    """Return how many of all rows and heads one device has, if a mesh that shards them is known."""
+    """Return the numbers of rows and heads on one device, if a mesh is known; otherwise those on all devices."""
     for name in BATCH_AXES:
         batch = _local_size(batch, num_shards_along(name))
     return batch, _local_size(heads, num_shards_along("tensor"))
@@ -132,19 +132,19 @@ def wide_dtype(dtype: Any) -> Any:
 
 
 def merge_heads(x_BTNH: Array) -> Array:
-    """Merge heads and their width, [B, T, W], the layout that products read and write; others would be copied."""
+    """Reshape to [B, T, W], the layout that products read and write; XLA would copy arrays in other layouts."""
     return x_BTNH.reshape(*x_BTNH.shape[:2], -1)
 
 
 def _slice_queries(x_BTW: Array, start: Array, size: int, num_groups: int, dim: int) -> Array:
-    """Cut a block of queries, [B, K, M, H]; heads come before rows, so queries that share keys are one product."""
+    """Cut a block of queries, [B, K, M, H]; heads come before rows, so one product has all queries of a key head."""
     x_BCW = jax.lax.dynamic_slice_in_dim(x_BTW, start, size, axis=1)
     x_BKGCH = x_BCW.reshape(x_BCW.shape[0], size, num_groups, -1, dim).transpose(0, 2, 3, 1, 4)
     return x_BKGCH.reshape(x_BCW.shape[0], num_groups, -1, dim)
 
 
 def _merge_queries(x_BKMH: Array, size: int) -> Array:
-    """Invert `_slice_queries`: [B, C, W]."""
+    """Reshape a block from `_slice_queries` to [B, C, W]."""
     batch, groups, _, dim = x_BKMH.shape
     return x_BKMH.reshape(batch, groups, -1, size, dim).transpose(0, 3, 1, 2, 4).reshape(batch, size, -1)
 
@@ -162,27 +162,27 @@ def _slice_row_values(x_BNT: Array, start: Array, size: int, num_groups: int) ->
 
 
 def _compute_scores(config: Config, q_BKMH: Array, k_BKDH: Array) -> Array:
-    """Return the scores that enter the softmax, [B, K, M, D]."""
+    """Return the scaled and capped scores before masking, [B, K, M, D]."""
     wide = wide_dtype(q_BKMH.dtype)
     s_BKMD = jnp.einsum("bkmh,bkdh->bkmd", q_BKMH, k_BKDH, preferred_element_type=wide) * config.scale
     return s_BKMD if config.soft_cap is None else config.soft_cap * jnp.tanh(s_BKMD / config.soft_cap)
 
 
 def _apply_mask(mask: Array, s_BKMD: Array, fill: float) -> Array:
-    """Fill the scores of keys that a query does not see."""
+    """Replace the scores of keys that a query does not see by `fill`."""
     batch, groups, _, columns = s_BKMD.shape
     s_BKGCD = s_BKMD.reshape(batch, groups, -1, mask.shape[-2], columns)
     return jnp.where(mask, s_BKGCD, jnp.asarray(fill, s_BKMD.dtype)).reshape(s_BKMD.shape)
 
 
 def _compute_if(is_needed: Array | None, compute: Callable[[Any], Any], carry: Any) -> Any:
-    """Compute if needed, else return the carry unchanged."""
+    """Return ``compute(carry)`` if it is needed (None: always), else the carry."""
     return compute(carry) if is_needed is None else jax.lax.cond(is_needed, compute, lambda carry: carry, carry)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(passes: Passes, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask) -> Array:
-    """Compute attention, with the result and the logarithm of each row's sum of exponentials among the residuals."""
+    """Compute attention; the output and the log-sum-exp of each query's scores are among the residuals."""
     return _results(passes, q, k, v, sinks, runtime_mask)[0]
 
 
@@ -190,7 +190,7 @@ def _attend_forward(
     passes: Passes, q: Array, k: Array, v: Array, sinks: Array | None, runtime_mask: RuntimeMask
 ) -> tuple[Array, Any]:
     out, lse = _results(passes, q, k, v, sinks, runtime_mask)
-    # Names for policies of `jax.checkpoint`.
+    # Policies of `jax.checkpoint` can select these names.
     out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
     return out, (q, k, v, sinks, runtime_mask, out, lse)
 
@@ -215,7 +215,7 @@ def _results(passes: Passes, q_BTNH: Array, *args: Any) -> tuple[Array, Array]:
 def forward(
     config: Config, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sinks_N: Array | None, runtime_mask: RuntimeMask
 ) -> tuple[Array, Array]:
-    """Return the result, and the logarithm of each row's sum of exponentials, [B, N, T]."""
+    """Return the output [B, T, N, H], and the log-sum-exp of each query's scores, [B, N, T]."""
     batch, length, heads, dim = q_BTNH.shape
     num_keys, groups = k_BSKH.shape[1:3]
     pairs = _pairs_of(config, runtime_mask, length, num_keys)
@@ -259,8 +259,8 @@ def forward(
             scale_BKM = jnp.exp(carry.highest_BKM - highest_BKM)
             total_BKM = total_BKM * scale_BKM + jnp.exp(sinks_BKM - highest_BKM)
             out_BKMH = out_BKMH * scale_BKM[..., None]
-        total_BKM = jnp.where(total_BKM == 0, 1, total_BKM)  # a row that sees nothing has the result zero
-        # Results are written after every pair; the last pair of a block of queries completes them.
+        total_BKM = jnp.where(total_BKM == 0, 1, total_BKM)  # the output of a query that sees no key is zero
+        # The output is written after every pair; the last pair of a block of queries completes it.
         out_BCW = _merge_queries(out_BKMH / total_BKM[..., None], pairs.rows).astype(q_BTW.dtype)
         out_BTW = jax.lax.dynamic_update_slice_in_dim(out_BTW, out_BCW, pair.row, axis=1)
         lse_BNC = (highest_BKM + jnp.log(total_BKM)).reshape(batch, heads, pairs.rows)
@@ -290,7 +290,7 @@ def gradients(config: Config, residuals: Any, dout_BTNH: Array) -> Any:
 
     def body(state: Any, pair: _Pair) -> Any:
         (q_BKMH, dq_BKMH), dq_BTW, dk_BSX, dv_BSX = state
-        # `dq_BTW` starts as the queries. A block of them is read at its first pair, before gradients overwrite it.
+        # `dq_BTW` starts as the queries. A block of queries is read at its first pair, before gradients overwrite it.
         loaded_BKMH = _slice_queries(dq_BTW, pair.row, pairs.rows, groups, dim)
         q_BKMH = jnp.where(pair.is_first, loaded_BKMH, q_BKMH)
         dq_BKMH = jnp.where(pair.is_first, 0, dq_BKMH)
@@ -302,18 +302,18 @@ def gradients(config: Config, residuals: Any, dout_BTNH: Array) -> Any:
             lse_BKM, delta_BKM = (_slice_row_values(x, pair.row, pairs.rows, groups) for x in (lse_BNT, delta_BNT))
             k_BKDH, v_BKDH = (_slice_keys(x, pair.column, pairs.columns, groups) for x in (k_BSX, v_BSX))
             mask = _block_mask(config, runtime_mask, pairs, pair, num_keys)
-            if length % pairs.rows:  # rows that two blocks have count once
+            if length % pairs.rows:  # rows that two blocks share count once
                 mask = mask & is_own_C[None, None, None, :, None]
             s_BKMD = _compute_scores(config, q_BKMH, k_BKDH)
             p_BKMD = jnp.exp(_apply_mask(mask, s_BKMD - lse_BKM[..., None], low))
             dv_BKDH = product("bkmd,bkmh->bkdh", p_BKMD.astype(v_BKDH.dtype), dout_BKMH)
-            # ds = p (dp - delta), with delta the row's sum of p dp, which equals that of output times cotangent.
+            # ds = p (dp - delta). delta is the row's sum of p dp, which equals its sum of output times cotangent.
             ds_BKMD = p_BKMD * (product("bkmh,bkdh->bkmd", dout_BKMH, v_BKDH) - delta_BKM[..., None])
             if config.soft_cap is not None:
                 # s / cap is the tanh, whose derivative is 1 - tanh^2.
                 ds_BKMD = ds_BKMD * (1 - jnp.square(s_BKMD / config.soft_cap))
             ds_BKMD = ds_BKMD * config.scale
-            if q_BKMH.dtype != jnp.float16:  # its range is too small for these gradients
+            if q_BKMH.dtype != jnp.float16:  # the range of float16 is too small for these gradients
                 ds_BKMD = ds_BKMD.astype(q_BKMH.dtype)
             dk_BKDH = product("bkmd,bkmh->bkdh", ds_BKMD, q_BKMH)
             return dq_BKMH + product("bkmd,bkdh->bkmh", ds_BKMD, k_BKDH), dk_BKDH, dv_BKDH
@@ -337,7 +337,7 @@ def gradients(config: Config, residuals: Any, dout_BTNH: Array) -> Any:
 
 
 def row_dots(x_BTNH: Array, y_BTNH: Array, rows: int) -> Array:
-    """Return each row's sum of products, [B, N, T], by blocks: for all rows at once XLA would hold a wide copy."""
+    """Return the dot products of x and y, [B, N, T], block by block: for all rows XLA would hold a wide copy."""
     batch, length, heads, dim = x_BTNH.shape
     arrays, wide = (merge_heads(x_BTNH), merge_heads(y_BTNH)), wide_dtype(x_BTNH.dtype)
     starts = np.append(np.arange(0, length - rows, rows), length - rows)
@@ -372,19 +372,19 @@ class _Pair(NamedTuple):
     """A pair of a block of queries and a block of keys, or arrays [P] of all pairs."""
 
     row: Any
-    """The first query."""
+    """Index of the first query; `column` is that of the first key."""
     own_row: Any
-    """The first query that no other block has."""
+    """Index of the first query that no earlier block contains; `own_column` is that of the first such key."""
     column: Any
     own_column: Any
     is_first: Any
     """Whether it is the first pair of its block of queries."""
     is_needed: Any = None
-    """Whether the running program needs it; None: it needs all pairs."""
+    """Whether the running program needs the pair; None if it needs all pairs."""
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a block of queries and a block of keys that it may see, the last queries first."""
+    """Pairs of a block of queries and a block of keys that some of the queries may see, the last queries first."""
 
     rows: int
     columns: int
@@ -414,7 +414,7 @@ def _pairs_of(config: Config, runtime_mask: RuntimeMask, num_queries: int, num_k
 
 
 def _even_size(length: int, limit: int) -> int:
-    """Return the size of the fewest blocks that cover a row, as even as multiples of `_LEAST_ROWS` allow."""
+    """Return the smallest multiple of `_LEAST_ROWS` with the fewest blocks for a row; `length` if one is enough."""
     count = -(-length // limit)
     even = -(-length // count)
     return min(limit, -(-even // _LEAST_ROWS) * _LEAST_ROWS) if length > limit else length
@@ -435,13 +435,13 @@ def _needed_pairs(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs) -> A
     if runtime_mask.query_segments is not None and runtime_mask.key_segments is not None:
         min_query_BP, max_query_BP = _segment_ranges(runtime_mask.query_segments, pairs.all_P.row, pairs.rows)
         min_key_BP, max_key_BP = _segment_ranges(runtime_mask.key_segments, pairs.all_P.column, pairs.columns)
-        # Ranges of segment numbers that do not overlap hold no equal pair; those that overlap may.
+        # If the ranges of segment numbers do not overlap, no query and key have the same number.
         needed_P &= jnp.any((min_query_BP <= max_key_BP) & (min_key_BP <= max_query_BP), axis=0)
     return needed_P
 
 
 def _segment_ranges(segments_BT: Array, starts_P: np.ndarray, size: int) -> tuple[Array, Array]:
-    """Return the lowest and highest segment number of each pair's block, both [B, P]."""
+    """Return the lowest and the highest segment number in the block of each pair, both [B, P]."""
     starts, inverse = np.unique(starts_P, return_inverse=True)
     blocks = [jax.lax.slice_in_dim(segments_BT, start, start + size, axis=1) for start in starts.tolist()]
     low, high = (jnp.stack([reduce(block, axis=1) for block in blocks], axis=1) for reduce in (jnp.min, jnp.max))
@@ -453,7 +453,7 @@ def _block_mask(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs, pair: 
     rows_C, columns_D = pair.row + jnp.arange(pairs.rows), pair.column + jnp.arange(pairs.columns)
     is_seen = jnp.ones((pairs.rows, pairs.columns), bool)
     if num_keys % pairs.columns:
-        # The last block of keys overlaps the one before it, and the keys that both have count once.
+        # The last block of keys overlaps the block before it, and the keys of both count once.
         is_seen &= (columns_D >= pair.own_column)[None]
     distance_CD = (rows_C if runtime_mask.start is None else rows_C + runtime_mask.start)[:, None] - columns_D[None]
     if config.causal:
@@ -470,10 +470,10 @@ def _block_mask(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs, pair: 
 
 
 def _loop_inputs(config: Config, runtime_mask: RuntimeMask, pairs: _Pairs, q: Array) -> tuple[_Pair, Array]:
-    """Return the pairs in the form of a loop's inputs, and the queries, which may have any shape."""
+    """Return the pairs as inputs of `jax.lax.scan`, and the queries, behind an optimization barrier."""
     *indices, is_first, _ = pairs.all_P
     arrays = (jnp.asarray(array, jnp.int32) for array in indices)
     blocks = _Pair._make([*arrays, jnp.asarray(is_first), _needed_pairs(config, runtime_mask, pairs)])
-    # Without the barrier masks depend on constants only, and a loop over layers keeps those of all pairs for its
+    # Without the barrier, masks depend only on constants. A loop over layers then keeps the masks of all pairs for its
     # backward pass.
     return jax.lax.optimization_barrier((blocks, q))

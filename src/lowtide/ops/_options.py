@@ -1,8 +1,6 @@
 """Settings of attention, and their checks: which keys a query sees, and how scores are computed.
 
-The errors name the array, mask or score that does not fit.
-
-Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
+Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H size of a head.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ class AttentionMask:
     queries [B, T] and of keys [B, S], or one array for both if T is S. The shapes may be [1, T] and [1, S] if all rows
     share the numbers."""
     window: int | Int[Array, ""] | None = None
-    """Number of keys that a causal query sees, its own included; None means all before it. It may be traced, for layers
-    with different windows. Without causality a window only excludes keys that are too far before a query."""
+    """Number of keys that a causal query sees, its own included; None means no limit. It may be traced, for layers with
+    different windows. Without causality a window only excludes keys that are too far before a query."""
     start: int | Int[Array, ""] | None = None
-    """Index of the first query among the keys, for a decoder with a cache; may be traced. None means 0, and that causal
-    attention has as many queries as keys."""
+    """Index of the first query among the keys, for a decoder with a cache; may be traced. None means 0; causal
+    attention then needs as many queries as keys."""
 
     @property
     def first_query(self) -> int | Array:
@@ -96,7 +94,7 @@ class ScoreOptions:
 
 
 def dot_product_options(mask: AttentionMask, num_queries: int, num_keys: int) -> dict[str, Any]:
-    """Return the arguments of `jax.nn.dot_product_attention` for a mask: options, or else an array of booleans."""
+    """Return the arguments of `jax.nn.dot_product_attention` for a mask: options if they suffice, else a mask array."""
     if mask.is_static and mask.first_query == 0 and (mask.causal or not mask.window):
         window: Any = mask.window
         local_window = None if window is None or window >= num_queries else (window - 1, 0)
@@ -176,7 +174,7 @@ def check_mask_type(settings: Any) -> None:
 
 
 def check_scores(heads: int, scale: Any, soft_cap: Any, sinks: Any) -> None:
-    # A number of Python or NumPy, or a traced one, which may be learned.
+    # The scale is a number of Python or NumPy, or a traced scalar, which may be learned.
     is_array = isinstance(scale, jax.Array | np.ndarray)
     _require(
         scale.shape == () if is_array else not isinstance(scale, bool) and isinstance(scale, numbers.Real),

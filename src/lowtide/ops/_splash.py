@@ -2,19 +2,19 @@
 
 The kernel visits only the blocks that a mask allows. XLA cannot partition it. In a program for several devices it runs
 inside of a `jax.shard_map` if a mesh is known that shards rows and heads. Otherwise blocks replace it when the program
-is lowered, because only then the number of devices is known (`core._compat.on_one_device`). Both read the same
-residuals, so either may compute the backward pass.
+is lowered, because the number of devices is unknown before (`core._compat.on_one_device`). The kernel and blocks have
+the same residuals, so either may compute the backward pass.
 
-The kernel writes each row's sum 128 times and reads heads before tokens. So this layout is made for some heads of one
-row of the batch at a time. Gradients overwrite the arrays that they belong to, as in `_blocks`. No temporary array
-grows with the batch.
+The kernel writes each log-sum-exp 128 times, and reads arrays with heads before tokens. A loop makes these layouts,
+each step for some heads of one row of the batch. Gradients overwrite the arrays that they belong to, as in `_blocks`.
+No temporary array grows with the batch.
 
-Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H head, W = N H, X = K H, C of the K
-heads in a step, M of the query heads in a step (G C, or some of one G).
+Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H size of a head, W = N H, X = K H, P
+steps, C key/value heads of a step, M query heads of a step (G C, or a part of one group of G).
 
-Deviations and limits: the queries are multiplied by their scale beforehand, in their own dtype. In the kernel a row
-that sees nothing would see everything, so blocks compute attention whose keys have other segments than queries.
-Derivatives of gradients are those of blocks.
+Deviations and limits: the queries are multiplied by their scale beforehand, in their own dtype. In the kernel a query
+that sees no key would see all keys, so blocks compute attention whose keys have other segments than queries. Second
+derivatives are those of blocks.
 
 Source: JAX's `jax.experimental.pallas.ops.tpu.splash_attention`, after Dao, "FlashAttention-2" (arXiv:2307.08691).
 """
@@ -39,12 +39,12 @@ from ._blocks import Config, RuntimeMask
 from ._options import AttentionMask, ScoreOptions
 
 LEAST_TOKENS = 1024
-"""Shorter rows are not worth the seconds that the kernel takes to compile."""
+"""The fewest tokens of a row: for shorter rows the kernel is not worth the seconds of its compilation."""
 _SIZES = (1024, 512, 256, 128)
-# The most pairs of blocks whose tables a chip's scalar memory holds.
+# The most pairs of blocks whose tables fit into a chip's scalar memory.
 _MOST_TABLE = 512 * 512
 _HEADS = (64, 128, 256)
-# The most bytes of the sums of one step, and the bytes of one row's sum: the kernel writes it 128 times in float32.
+# The most bytes of the log-sum-exps of a step, and the bytes of one: the kernel writes it 128 times in float32.
 _STEP_BYTES = 2**24
 _SUM_BYTES = 4 * 128
 # The most blocks of keys for which one kernel computes all gradients.
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
     block: int
     """Rows and columns of a block of scores."""
     is_fused: bool
-    """Whether one kernel computes all gradients; it makes one gradient of queries per block of keys, summed later."""
+    """Whether one kernel computes all gradients, with a partial gradient of the queries for each block of keys."""
     is_required: bool = False
     """Whether the caller requested the kernel, so that nothing may replace it."""
     interpret: bool = False
@@ -65,7 +65,7 @@ class Kernel(NamedTuple):
 
 
 def unsupported_reason(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> str:
-    """Return why the kernel cannot compute this on the device of the traced program; empty if it can."""
+    """Return why the kernel does not support the arguments or the traced program's device; empty if it does."""
     device = traced_device()
     if device.platform != "tpu":
         return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
@@ -91,8 +91,8 @@ def is_preferred(q: Array, k: Array, mask: AttentionMask) -> bool:
 
 
 def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
-    """Return the size of blocks that divide queries and keys; 0 for none, or too many for a chip's scalar memory."""
-    # If large blocks are few, or lie along a narrow window, more of their scores are masked than visible.
+    """Return a block size that divides queries and keys; 0 if there is none with few enough blocks for a chip."""
+    # Large blocks have more masked than visible scores if they are few, or if the window is narrow.
     is_narrow = isinstance(window, int) and window < _SIZES[0]
     sizes = _SIZES[1:] if is_narrow or min(length, num_keys) < 4 * _SIZES[0] else _SIZES
     size = next((size for size in sizes if not length % size and not num_keys % size), 0)
@@ -102,7 +102,7 @@ def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
 def attend_with_splash(
     q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: AttentionMask, scores: ScoreOptions, *, is_required: bool = False
 ) -> Array:
-    """Compute attention, [B, T, N, H] and [B, S, K, H] twice to [B, T, N, H]; `unsupported_reason` has the limits."""
+    """Compute attention [B, T, N, H] with the kernel, for arguments without an `unsupported_reason`."""
     num_keys = k_BSKH.shape[1]
     size = _size_of(q_BTNH.shape[1], num_keys, mask.window)
     kernel = Kernel(size, num_keys // size <= _MOST_FUSED, is_required)
@@ -110,7 +110,7 @@ def attend_with_splash(
 
 
 def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions) -> Array:
-    """Compute attention with a kernel of given sizes."""
+    """Compute attention with the kernel and its settings."""
     runtime_mask = RuntimeMask(None, None, *(mask.segments or (None, None)))
     # A window of all keys hides none from a causal query.
     window: Any = None if isinstance(mask.window, int) and mask.window >= k.shape[1] else mask.window
@@ -131,7 +131,7 @@ def _gradients_on_mesh(static: tuple[Kernel, Config], *args: Any) -> Any:
 def _shard_over_mesh(
     static: tuple[Kernel, Config], kernel_pass: Callable[..., Any], blocks_pass: Callable[..., Any], *args: Any
 ) -> Any:
-    """Compute with the kernel where possible; with a known mesh each device computes its rows and heads."""
+    """Run a pass with the kernel if it can run, else with blocks; a known mesh shards rows and heads."""
     kernel, config = static
     kernel_fn, blocks_fn = functools.partial(kernel_pass, static), functools.partial(blocks_pass, config)
     if kernel.interpret:
@@ -163,7 +163,7 @@ def _shard_over_mesh(
 
 
 def _mesh_axes(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the mesh axes that shard rows and heads; None if they do not divide evenly, or another axis remains."""
+    """Return the mesh axes that shard rows and heads; None if they do not divide evenly, or if there are other axes."""
     if mesh is None:
         return None
     manual = getattr(mesh, "manual_axes", ())
@@ -180,7 +180,7 @@ def _kernel_or_blocks(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: 
     needed = "attention: the kernel for TPUs cannot be sharded over the devices of this program"
     try:
         return on_one_device(kernel_fn, blocks_fn, *args, needed=needed if kernel.is_required else "")
-    except Exception as error:  # another version of JAX, whose kernel takes other arguments
+    except Exception as error:  # the kernel of another version of JAX may take other arguments
         message = f"{type(error).__name__}: {error}"
         problem = f"attention: Lowtide does not support JAX {jax.__version__}'s kernel for TPUs ({message})"
         if kernel.is_required:
@@ -211,7 +211,7 @@ class _Steps(NamedTuple):
 
 
 def _choose_steps(q_BTNH: Array, k_BSKH: Array, *, whole_groups: bool) -> _Steps:
-    """Choose the most heads per step whose sums fit `_STEP_BYTES`; without `whole_groups` a step may split a group."""
+    """Choose the most query heads per step within `_STEP_BYTES`; without `whole_groups` a step may split a group."""
     batch, length, heads, _ = q_BTNH.shape
     shared = heads // k_BSKH.shape[2]
     limit = max(_STEP_BYTES // (_SUM_BYTES * length), shared if whole_groups else 1)
@@ -228,7 +228,7 @@ def _take_heads(x_BTW: Array, row: Array, head: Array, count: int, dim: int) -> 
 
 
 def _put_heads(x_BTW: Array, part_MTH: Array, row: Array, head: Array) -> Array:
-    """Write heads back, the inverse of `_take_heads`."""
+    """Write heads that `_take_heads` cut, or their gradients, back into an array."""
     part_TW = part_MTH.astype(x_BTW.dtype).swapaxes(0, 1).reshape(1, x_BTW.shape[1], -1)
     return jax.lax.dynamic_update_slice(x_BTW, part_TW, (row, 0, head * part_MTH.shape[2]))
 
@@ -253,7 +253,7 @@ def _forward(
     sinks_N: Array | None,
     runtime_mask: RuntimeMask,
 ) -> tuple[Array, Array]:
-    """Return the result, and the logarithm of each row's sum of exponentials, [B, N, T]."""
+    """Return the output [B, T, N, H], and the log-sum-exp of each query's scores, [B, N, T]."""
     batch, length, heads, dim = q_BTNH.shape
     steps, shared = _choose_steps(q_BTNH, k_BSKH, whole_groups=False), heads // k_BSKH.shape[2]
     q_BTW, k_BSX, v_BSX = (_blocks.merge_heads(array) for array in (q_BTNH, k_BSKH, v_BSKH))

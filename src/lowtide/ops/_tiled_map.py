@@ -1,9 +1,9 @@
-"""Map a function of single tokens over tiles of tokens, so that its intermediate arrays are those of one tile.
+"""Map a function of single tokens over tiles of tokens, so that its intermediate arrays have the size of a tile.
 
-This serves blocks that the backward pass recomputes in any case. The function's residuals are then made in the backward
-pass, tile by tile, so the function runs as often as before. Gradients of parameters and closed-over arrays are summed
-in float32 at least. The gradient of the first array overwrites the cotangent of the first result if their shapes and
-dtypes agree. If the tokens of rows are sharded, each device maps over its local tokens.
+The map suits blocks that the backward pass recomputes in any case. The function's residuals are then made in the
+backward pass, tile by tile, so the function runs as often as without tiles. Gradients of parameters and closed-over
+arrays are summed in float32 at least. The gradient of the first array overwrites the cotangent of the first result if
+their shapes and dtypes agree. If the tokens of rows are sharded, each device maps over its local tokens.
 
 Shapes: B batch, T tokens, t tokens of a tile.
 
@@ -47,11 +47,11 @@ from ..targets import busy_rows
 from ._blocks import local_sizes, wide_dtype
 
 _ROWS = {"cpu": 256, "gpu": 8192}
-"""The fewest rows of a tile: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
+"""The fewest rows of a tile: with fewer, a product would leave some of a GPU's hundred processors idle."""
 _DEFAULT_ROWS = 1024
 _LEAST_SAVED = {"gpu": 2**29}
 _DEFAULT_LEAST_SAVED = 2**27
-"""The fewest saved bytes for which tiles are worth their loops; a GPU launches every operation again for each tile."""
+"""The fewest saved bytes that are worth tiles; a GPU launches every operation again for each tile."""
 _MOST_UNROLLED = 8
 _NUM_WIDE = 4
 """Number of arrays of the full width that live at once: two of a gated MLP, and their cotangents."""
@@ -60,22 +60,20 @@ _NUM_WIDE = 4
 def tiled_map(
     fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, width: int, share: float = 1, size: int | None = None
 ) -> Tree:
-    """Compute ``fn(params, x)`` tile by tile, if that saves bytes.
+    """Compute ``fn(params, x)`` tile by tile, if that saves memory.
 
-    A few tiles are unrolled. Many tiles are a loop, which costs one more copy of the weights: XLA reads a layer's slice
-    of stacked weights in place only in products. Quantised weights are dequantised before a loop, because products
-    would dequantise them for each tile.
+    Up to 8 full tiles are unrolled. More tiles are a loop, which copies the weights: XLA reads a layer's slice of
+    stacked weights in place for a product, but not for a loop. Quantised weights are dequantised once, before a loop.
 
     Args:
         fn: a function of parameters and arrays [B or 1, t, ...] that returns arrays [B, t, ...] and treats tokens
             independently.
-        params: arrays that it reads in addition to tokens. Random keys among them (of `jax.random.key`) differ between
-            tiles.
-        x: arrays of the tokens [B or 1, T, ...], of which the first has the activations [B, T, D].
-        width: numbers per token of the widest array that `fn` makes.
-        share: fraction of the tokens that a weight is multiplied by, below 1 for experts.
-        size: tokens of a tile, of all rows of one device together. None means as many as keep the chip busy, and no
-            tiles if they would save little or on a mesh with explicit axes.
+        params: arrays that `fn` reads in addition to tokens. Random keys (of `jax.random.key`) differ between tiles.
+        x: arrays of the tokens [B or 1, T, ...]. The first array has the activations [B, T, D].
+        width: elements per token of the widest array that `fn` makes.
+        share: fraction of the tokens that each weight multiplies, below 1 for experts.
+        size: tokens of a tile, counted over all rows of one device. None chooses a size that keeps the chip busy; then
+            there are no tiles if they would save little, or on a mesh with explicit axes.
 
     Returns:
         The result of `fn` for all tokens.
@@ -86,8 +84,7 @@ def tiled_map(
             inside of a `jax.shard_map` for a function that closes over arrays that are the same on all devices.
 
     Memory:
-        With several tiles the backward pass keeps `params` and `x`. Arrays of the full width are those of one tile,
-        which has at least as many tokens as keep a chip's products busy.
+        With several tiles the residuals are `params` and `x`. Arrays of the full width exist for one tile at a time.
 
     Examples:
         >>> def mlp(params, x):
@@ -102,7 +99,7 @@ def tiled_map(
     check_integer("tiled_map: width", width, hint=hint)
     hint = "pass the experts per token divided by the number of experts"
     check_number("tiled_map: share", share, above=0, most=1, hint=hint)
-    if explicit_mesh((leaves, arrays)) is not None:  # zeros for results would need shardings there
+    if explicit_mesh((leaves, arrays)) is not None:  # with explicit axes, zeros for results would need shardings
         return _call_untiled(fn, params, x, arrays)
     if num_token_shards(arrays[0].shape[1], arrays) > 1:
 
@@ -123,7 +120,7 @@ def tiled_map(
 
 
 def _capture_tracers(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> tuple[_Static, list[Any]]:
-    """Turn tracers that the function closes over into leaves, as JAX would not find their derivatives otherwise."""
+    """Turn tracers that the function closes over into leaves: a `jax.custom_vjp` has no derivatives of closures."""
     dense_weights = jax.eval_shape(lambda leaves, x: _dequantize_weights(static, leaves, x), list(leaves), list(x))
     closed, captured = dict[int, tuple[ConvertedClosure, int]](), list[Any]()
     for size in {static.size, x[0].shape[1] % static.size} - {0}:
@@ -175,7 +172,7 @@ def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: flo
     """Return how many tokens of each row a tile has.
 
     `shape`, [B, T, ...], is that of the tokens over all devices that shard rows. `width_bytes` are the bytes per token
-    of the widest array. A loop copies `params`.
+    of the widest array. A loop over tiles would copy `params`.
     """
     device = traced_device()
     busy = _ROWS.get(device.platform) or busy_rows(device.device_kind) or _DEFAULT_ROWS
@@ -184,9 +181,9 @@ def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: flo
     tokens, wide = batch * shape[1], _NUM_WIDE * width_bytes
     nodes = jax.tree.leaves(params, is_leaf=_is_quantized)
     copied = sum(2 * math.prod(node.shape) for node in nodes if len(node.shape) > 1)
-    # Unrolled tiles are few, so they are large. Each would dequantise quantised weights again: then there is one tile.
+    # Unrolled tiles are few, so they are large. Each would dequantise quantised weights again, so these get one tile.
     unrolled = tokens if any(map(_is_quantized, nodes)) else max(busy, -(-tokens // _MOST_UNROLLED))
-    # A loop copies the weights in any case, so its tiles may be small: a power of two, up to half the copy's bytes.
+    # A loop copies the weights in any case, so its tiles may take half the copy's bytes, with a power of two of rows.
     looped = max(busy, 1 << max(copied // wide // 2, 1).bit_length() - 1)
     rows = unrolled if unrolled * wide <= looped * wide + copied else looped
     saved = (tokens - rows) * wide - (0 if rows == unrolled else copied)
@@ -199,7 +196,7 @@ def _is_quantized(node: Any) -> bool:
 
 
 class _Static(NamedTuple):
-    """Everything that is not an array."""
+    """The function, and all settings of its map that are not arrays."""
 
     fn: Callable[[Tree, Tree], Tree]
     params: Any
@@ -208,7 +205,7 @@ class _Static(NamedTuple):
     """Structure of the tokens."""
     size: int
     closed: Mapping[int, tuple[ConvertedClosure, int]] = {}
-    """By tokens per tile, the traced function if it closes over tracers, and the position of these among the leaves."""
+    """Only for a function that closes over tracers, by tokens per tile: traced function, index of its first tracer."""
 
     def __call__(self, leaves: Sequence[Any], dense_weights: list[Array], index: Any, tile: Sequence[Any]) -> Tree:
         if self.closed:
@@ -285,7 +282,7 @@ def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, A
     if in_place:
         dx[0] = douts[0]
     dleaves, dx = _loop(x[0].shape[1], static.size, body, (dleaves, dx))
-    # XLA might first compute what needs `dx`, and keep the wide arrays for the gradients of leaves meanwhile.
+    # Without a barrier XLA might first use `dx`, and keep the wide arrays for the gradients of leaves until later.
     dleaves, dx = jax.lax.optimization_barrier((dleaves, dx))
     leaf_grads = [None if grad is None else grad.astype(leaf.dtype) for grad, leaf in zip(dleaves, leaves, strict=True)]
     return tuple(leaf_grads), tuple(dx)
@@ -299,13 +296,13 @@ def _is_zero(value: Any) -> bool:
 
 
 def _dequantize_weights(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> list[Array]:
-    """Dequantise the quantised weights once, if there is a loop."""
+    """Return the quantised weights, dequantised, if there is a loop; else an empty list."""
     if x[0].shape[1] // static.size <= _MOST_UNROLLED:
         return []
     params = leaves[: static.params.num_leaves]
     nodes: list[Any] = jax.tree.leaves(static.params.unflatten(params), is_leaf=_is_quantized)
     weights: list[Array] = [node.dense(x[0].dtype) for node in nodes if _is_quantized(node)]
-    # In the layout of its codes; otherwise XLA changes the layout of the codes of all layers.
+    # Keep the layout of the codes. Otherwise XLA changes the layout of the codes of all layers.
     return [laid_out_on_tpus(weight, tuple(range(weight.ndim))) for weight in weights]
 
 
@@ -330,13 +327,13 @@ def _update(arrays: Tree, tile: Tree, start: Any) -> Tree:
 
 
 def _loop(length: int, size: int, body: Callable[[Any, Any, int, Any], Any], carry: Any) -> Any:
-    """Run body(index, start, size, carry) over full tiles, as a loop if there are many, and the shorter last one."""
+    """Run body(index, start, size, carry) over full tiles, in a loop if there are many, and a shorter last tile."""
     full = length // size
     if full > _MOST_UNROLLED:
         carry = jax.lax.fori_loop(0, full, lambda i, c: body(i, i * size, size, c), carry)
         return body(full, full * size, length - full * size, carry) if length % size else carry
     for index, start in enumerate(range(0, length, size)):
         count = min(size, length - start)
-        # `zero_after` makes a tile wait for the one before: XLA computed tiles concurrently in spite of a barrier.
+        # `zero_after` makes a tile wait for the tile before: XLA computed tiles concurrently in spite of a barrier.
         carry = body(index, start + zero_after(carry), count, carry) if count < length else body(0, 0, count, carry)
     return carry

@@ -1,4 +1,4 @@
-"""Formats of an optimizer's packed state: their codes and blocks, and how numbers become codes and back."""
+"""Storage formats of optimizer state: dtype of the codes, size of the blocks, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-# Every format encodes numbers between -1 and 1, or between 0 and 1 where none is negative, and decodes them. Both
-# directions are elementwise arithmetic without a table, so that XLA fuses them with the update. A table lookup is slow
-# on a TPU, and a search in a table of 256 entries would be a loop.
+# A block of neighbouring numbers shares a scale, and each number divided by the scale is stored as a code. So a format
+# encodes and decodes numbers in [-1, 1], or in [0, 1] for moments that are never negative. Both directions are
+# elementwise arithmetic without a table, so XLA fuses them with the update. A table lookup is slow on a TPU, and a
+# search in a table of 256 entries would be a loop.
 #
-# The dynamic map has 7 levels. Level i has 2 ** i numbers, or twice as many without negative numbers. They are evenly
-# spaced between a tenth of 10 ** (i - 6) and 10 ** (i - 6). The map also contains 0 and 1. Take a code's distance from
-# the code of 0 (plus 1 without negative numbers): its highest bit encodes the level, and the lower bits the place in
-# the level.
+# The dynamic map has 7 levels of magnitudes, and the numbers 0 and 1. Level i has 2 ** i magnitudes, evenly spaced
+# between 10 ** (i - 7) and 10 ** (i - 6); twice as many if no number is negative. Take the distance of a code from the
+# code of 0, plus 1 if no number is negative: its highest bit encodes the level, and its lower bits the index in it.
 #
-# 4 bits have too few codes for the dynamic map. A convolutional network was trained with three of its levels for first
-# moments, and sixteenths for second moments, as in torchao. It ended 3.0 % above the held-out loss of float32; with
-# companding, 0.5 % above it. A decoder trained from scratch with blocks of 128 ended 0.5 % above float32, over eight
-# seeds (benchmarks/log/). So 4-bit blocks have 64 numbers.
+# 4 bits have too few codes for the dynamic map. torchao uses three of its levels for first moments and multiples of
+# 1/16 for second moments. With these, a convolutional network ended 3.0 % above the held-out loss of float32 state.
+# With companding, which spaces codes near 0 more finely, it ended 0.5 % above. With 4-bit blocks of 128, a decoder
+# trained from scratch ended 0.5 % above float32, over eight seeds (benchmarks/log/). So 4-bit blocks have 64 numbers.
 #
 # Sources: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), for the dynamic map and
 # its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32); Li et al., "Memory Efficient
-# Optimizers with 4-bit States" (arXiv:2309.01507), for 4-bit second moments without a code for 0 (they store sixteenths
-# of the moments, this module sixteenths of the square roots).
+# Optimizers with 4-bit States" (arXiv:2309.01507), for 4-bit second moments without a code for 0. They store multiples
+# of 1/16 of the moments; this module stores multiples of 1/16 of their square roots.
 
 traced_once = functools.partial(jax.jit, static_argnums=1)
-"""Trace and lower once for all leaves and blocks of one shape; XLA inlines the call."""
+"""`jax.jit` with a static second argument: traced and lowered once for each shape; XLA inlines the call."""
 
 _MAX_FP8 = 448.0
 _MIN_FP8 = 2.0**-9 / _MAX_FP8
@@ -39,16 +39,16 @@ _MIN_FP8 = 2.0**-9 / _MAX_FP8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateFormat:
-    """One format for the numbers of a state."""
+    """A storage format of optimizer state."""
 
     block: int
     """Number of neighbouring elements that share a scale."""
     codes: Any
     """Dtype of the codes."""
     encode: Callable[[Array, bool], Array]
-    """Encode float32 numbers in [-1, 1]; or in [0, 1], where the second argument says that none is negative."""
+    """Encode float32 numbers in [-1, 1], or in [0, 1] if the second argument, `is_positive`, is True."""
     decode: Callable[[Array, bool], Array]
-    """Decode to float32 numbers."""
+    """Decode codes to float32 numbers; the second argument is that of `encode`."""
 
 
 _LEVELS = 7
@@ -60,7 +60,7 @@ def _encode_dynamic(x: Array, is_positive: bool) -> Array:
     magnitude, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
     first = [power * (0.1 + 0.45 / (size << level)) for level, power in enumerate(_POWERS)]
     last = [power * (1 - 0.45 / (size << level)) for level, power in enumerate(_POWERS)]
-    # The nearest number: the border between two levels is halfway between their neighbouring numbers.
+    # Round to the nearest number: a border is halfway between the last number of a level and the first of the next one.
     borders = [(upper + lower) / 2 for upper, lower in zip(first[1:], last[:-1], strict=True)]
     level = sum(((magnitude >= border).astype(jnp.int32) for border in borders), jnp.zeros(x.shape, jnp.int32))
     count = jnp.left_shift(size, level)
@@ -94,8 +94,8 @@ def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
 
 def _min_code(x: Array) -> Array:
     """Return the smallest code for second moments: 1 for a positive number, else 0."""
-    # The update divides by the root of a second moment. A positive one that is stored as 0 would divide a first moment
-    # that may not be 0.
+    # An update divides a first moment by the root of its second moment. If a positive second moment were stored as 0,
+    # the update would divide by about 0.
     return (x > 0).astype(jnp.int32)
 
 
@@ -121,7 +121,7 @@ def _decode_companded(codes: Array, is_positive: bool) -> Array:
 
 
 def _compand(x: Array, strength: int) -> Array:
-    """Spread numbers near 0, where most numbers are: the slope there is ``1 + strength``."""
+    """Map [-1, 1] to [-1, 1] with the slope ``1 + strength`` at 0, so that the many small numbers have more codes."""
     return (1 + strength) * x / (1 + strength * jnp.abs(x))
 
 
@@ -135,7 +135,7 @@ def _round(x: Array) -> Array:
 
 @traced_once
 def _encode_fp8(x: Array, is_positive: bool) -> Array:
-    # The square roots of second moments span half as many powers of two.
+    # Square roots of second moments are stored: they span half as many powers of two.
     x = jnp.maximum(jnp.sqrt(jnp.clip(x, 0, 1)), _MIN_FP8 * _min_code(x)) if is_positive else x
     return (x * _MAX_FP8).astype(jnp.float8_e4m3fn)
 

@@ -1,10 +1,9 @@
 """Low-precision optimizer state, and bfloat16 weights updated as if they were wider, for any Optax optimizer.
 
-Between two steps the state is packed; the wrapped transformation gets it decoded. XLA decodes it inside the update, so
-that no decoded copy of the whole state exists. Limits: an update that changes a number by less than half of
-the distance between two codes has no effect. In bfloat16, stochastic rounding makes many such changes add up to the
-right sum on average. Blocks run along the last axes: a mesh that shards these axes should give whole blocks to each
-device.
+The state is stored packed, and the wrapped transformation gets it decoded. XLA decodes it inside the update, so no
+decoded copy of the whole state exists. Limits: a change of a number by less than half of the distance between two codes
+is lost. In bfloat16, stochastic rounding keeps such changes on average. Blocks run along the last axes: a mesh that
+shards these axes should give whole blocks to each device.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ class LowPrecisionState(NamedTuple):
     inner: Tree
     """State of the wrapped transformation, with a `PackedArray` in place of each packed array."""
     residuals: Tree = ()
-    """Residuals of bfloat16 parameters: the numbers that they represent minus the stored numbers. None where no
-    residual is kept; an empty tuple without ``weights``."""
+    """Residual of each bfloat16 parameter: its float32 value minus the stored value. None where no residual is kept; an
+    empty tuple without ``weights``."""
 
     @property
     def has_residuals(self) -> bool:
@@ -100,38 +99,38 @@ def low_precision(
             some steps (see Returns).
         format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
             (e4m3, blocks of 256), ``4bit`` (companded, blocks of 64; no second moment is 0) or ``bfloat16``
-            (stochastically rounded). Or a mapping of regular expressions on paths to these formats, which replaces
-            `match`; the first expression that matches a path decides. Or None, with `weights` alone.
-        weights: for bfloat16 parameters, which otherwise lose updates smaller than 1/256 of their value. ``split``
-            keeps the residual of each weight in 8 bits, which replaces a float32 copy; ``kahan`` keeps it in bfloat16;
-            ``stochastic`` keeps no residual and rounds weights stochastically. The transformation then gets parameters
-            and gradients in float32, and the updates are bfloat16. Apply them unchanged with `optax.apply_updates`.
+            (stochastically rounded). Or a mapping from regular expressions on paths to these formats, which replaces
+            `match`; the first expression that matches a path decides. Or None, to use only `weights`.
+        weights: how bfloat16 parameters keep updates below 1/256 of their value; None loses these. ``split`` stores a
+            weight's residual, the rounding error of its bfloat16 value, in 8 bits; ``kahan`` in bfloat16.
+            ``stochastic`` stores none and rounds weights stochastically. `tx` then gets parameters and gradients in
+            float32, and the updates are bfloat16. Apply them unchanged with `optax.apply_updates`.
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``. It has to match the
             whole path, with or without slashes around it (``/0/mu/``). The floating-point arrays that it selects are
             packed. The default selects the moments of Optax's optimizers (``mu``, ``nu``, ``nu_max``, ``m1``,
             ``exp_avg``, ``exp_avg_sq`` and ``trace``), whatever the names of the parameters.
-        least_size: leaves with fewer elements stay unpacked, and residuals of such weights are float32.
+        least_size: leaves with fewer elements are not packed, and residuals of such weights are float32.
         seed: seed of stochastic rounding.
-        shardings: for parameters sharded on a mesh: a tree of `jax.sharding.NamedSharding` with the structure of the
+        shardings: for parameters on a mesh, a tree of `jax.sharding.NamedSharding` with the structure of the
             parameters, as in `lowtide.offload.optimizer`. Each device then updates its own shard block by block.
-            `lt.Trainer` sets it where this transformation is the outermost, or directly inside `lt.train.ema`.
+            `lt.Trainer` sets this argument if this transformation is the outermost, or directly inside `lt.train.ema`.
 
     Returns:
-        A transformation whose state holds packed leaves. Its updates are those of `tx` for the decoded state.
-        Call it under `jax.jit` with the state donated. Wrappers that leave the state unchanged in some steps, such as
-        `optax.MultiSteps`, work inside, too, but should stay outside: an unchanged state is then not decoded.
+        A transformation whose state holds packed leaves. Its updates are those of `tx` for the decoded state. Call its
+        ``update`` under `jax.jit` with the state donated. Wrappers that leave the state unchanged in some steps, such
+        as `optax.MultiSteps`, may be part of `tx`; around this transformation they avoid decoding an unchanged state.
 
     Raises:
         ConfigError: for an invalid `tx`, format, regular expression, size, seed or leaf of `shardings`, for neither a
             format nor `weights`, and for a `match` without effect. From ``init``: for `weights` without bfloat16
-            parameters, a second `low_precision` inside, a selected leaf in host memory, and moments that do not
-            tolerate the format (centered RMSProp's and `lt.train.ema`'s; in 8 bits Momo's and AdEMAMix's slow mean; in
-            4 bits D-Adaptation's). From ``update``: for `weights` without parameters.
+            parameters, a second `low_precision` inside, and a selected leaf in host memory. Also for moments that do
+            not tolerate the format: centered RMSProp's and `lt.train.ema`'s in any format; Momo's and AdEMAMix's slow
+            mean in 8 bits or less; D-Adaptation's in 4 bits. From ``update``: for `weights` without parameters.
         SelectionError: from ``init``, when no leaf of the state is selected.
         PlacementError: from ``update``, for a state in host memory.
         StructureError: from ``update``, for a state of another transformation or of other parameters, for gradients or
-            `shardings` of another structure, for a `tx` that changes the structure of its state, and for a derivative
-            through the packed state, as in meta-learning.
+            `shardings` of another structure, and for a `tx` that changes the structure of its state. Also for a
+            derivative through the packed state, as in meta-learning.
 
     Warns:
         PlacementWarning: from ``init``, when a regular expression selects nothing that is packed: no leaf, only leaves
@@ -168,14 +167,14 @@ def low_precision(
 
 
 def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.GradientTransformation:
-    """Set the shardings of a transformation of `low_precision` that has none.
+    """Return a transformation of `low_precision` with shardings, unless it already has some.
 
     Args:
         tx: any Optax transformation.
         shardings: as in `low_precision`.
 
     Returns:
-        The transformation with these shardings; `tx` itself if it is of another kind, or has shardings already.
+        The transformation with these shardings; `tx` itself if it is not one of `low_precision` or has shardings.
     """
     transformation = getattr(tx.init, "__self__", None)
     if not isinstance(transformation, _LowPrecision) or transformation.shardings is not None:
@@ -202,8 +201,8 @@ class _LowPrecision:
         if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (probe, *leaves)):
             devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
             is_elsewhere = len(devices) == 1 and devices != {frozenset(probe.devices())}
-            # Eagerly, constant arrays would be made on the default device, or on the mesh that is set. Under jit they
-            # are made where the parameters are.
+            # Outside of jit, constant arrays would be made on the default device, or on the mesh that is set. Under jit
+            # they are made where the parameters are.
             if is_elsewhere and explicit_mesh(params) is None and jax.sharding.get_abstract_mesh().empty:
                 transformation = optax.GradientTransformation(self._init, self.tx.update)
                 init = jax.jit(self._init, out_shardings=state_shardings(transformation, params))
@@ -214,7 +213,7 @@ class _LowPrecision:
         return state
 
     def _selects(self, params: Tree) -> bool:
-        """Return whether at least one leaf of the state has to be selected."""
+        """Return whether ``init`` must select a leaf; it need not without patterns or for a part of the parameters."""
         return bool(self.patterns and jax.tree.leaves(params)) and not is_part()
 
     def _find_warnings(self, state: Tree, params: Tree) -> Iterator[str]:
@@ -289,7 +288,7 @@ class _LowPrecision:
         return self.tx.init(params if self.weights is None else widen(params, residuals))
 
     def _paths(self, state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-        """Return the path of each leaf of a state, in the form that the expressions are matched against."""
+        """Return the path of each leaf of a state, in the form against which the expressions are matched."""
         if self.is_default:
             return optimizer_paths(state, params, is_leaf)
         return [path for path, _ in leaves_with_paths(state, is_leaf=is_leaf)]
@@ -344,7 +343,7 @@ class _LowPrecision:
         return () if self.weights is None else init_residuals(self.weights, params, self.least_size)
 
     def _check_state(self, state: Any, params: Tree) -> None:
-        """Raise for the state of another transformation, which would otherwise silently keep its own format."""
+        """Raise for a state of another transformation or format; the update would silently keep that format."""
         if not isinstance(state, LowPrecisionState):
             raise _state_error("the result of its init, or a checkpoint of it", type(state).__name__)
         if self.weights is not None and params is None:
@@ -377,7 +376,7 @@ class _LowPrecision:
         return self.shardings, opt_state_shardings, None if params is None else self.shardings, no_shardings
 
     def _update_in_blocks(self, grads: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
-        """Update a block of rows at a time where possible: XLA would not fuse a whole leaf, but store it in float32."""
+        """Update one block of rows at a time if possible; for whole leaves, XLA would store float32 arrays."""
         arrays, static = split_static(extra)
         args = jax.tree.map(_as_array, (grads, state, params, arrays))
 
@@ -385,7 +384,7 @@ class _LowPrecision:
             return self._update_whole(grads, state, params, combine(arrays, static))
 
         leaves = jax.tree.leaves(state, is_leaf=is_packed)
-        # XLA fuses the update of leaves without scales. Leaves with scales and residuals are updated in blocks.
+        # XLA fuses the update of leaves without scales, so only leaves with scales, and residuals, need blocks.
         packed = [leaf.codes for leaf in leaves if is_packed(leaf) and leaf.scales is not None]
         packed += jax.tree.leaves(state.residuals)
         is_on_host = any(memory_space(leaf) == jax.memory.Space.Host for leaf in packed)
@@ -477,7 +476,7 @@ class _LowPrecision:
         return jax.tree.structure(old, is_leaf=is_packed).unflatten(leaves)
 
     def _key(self, step: Any, number: int) -> Any:
-        """Return a random uint32 for a step and a leaf: leaves of the state count from 0, parameters down from -1."""
+        """Return a random uint32 for a step and a leaf; `number` counts state from 0, parameters from -1 down."""
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.random.bits(jax.random.fold_in(key, jnp.int32(number).astype(jnp.uint32)), dtype=jnp.uint32)
 
@@ -490,11 +489,11 @@ def _is_match(pattern: re.Pattern[str], path: str) -> bool:
 
 
 def _constrain_layout(node: PackedArray) -> PackedArray:
-    """Constrain codes to a row-major layout and few scales to a transposed one, as TPUs store them between two steps.
+    """Constrain codes to a row-major layout and scales to a transposed one, as XLA for TPUs stores them between steps.
 
-    Otherwise XLA gives codes and scales the same layout in the loop over blocks, and copies whole arrays. Two cases
-    need no constraint. If the last axis of the codes is shorter than 128, XLA stores another axis innermost, and a
-    constraint would add copies. With 128 or more scales, codes and scales have the same layout anyway.
+    Otherwise XLA gives codes and scales the same layout in the loop over blocks, and copies whole arrays. No constraint
+    is added in two cases. If the last axis of the codes is shorter than 128, XLA stores another axis innermost, and a
+    constraint would add copies. With 128 or more scales in a row, codes and scales have the same layout anyway.
     """
     scales, num_lanes = node.scales, 128
     if scales is None or scales.ndim < 2 or scales.shape[-1] >= num_lanes or node.codes.shape[-1] < num_lanes:
@@ -505,7 +504,7 @@ def _constrain_layout(node: PackedArray) -> PackedArray:
 
 
 def _pair_leaves(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
-    """Return the nodes of a stored state, each with its value after the update."""
+    """Return pairs of a leaf of a stored state (a `PackedArray` is one leaf) and its value after the update."""
     nodes, structure = jax.tree.flatten(old, is_leaf=is_packed)
     try:
         return list(zip(nodes, structure.flatten_up_to(new), strict=True))
@@ -539,7 +538,7 @@ def _explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: 
         expected = jax.eval_shape(init, grads if params is None else params).inner
     except Exception:  # init does not accept the arguments, either, so the expected state is unknown
         return
-    # A leaf may be packed in one and dense in the other: states made with another least_size are valid.
+    # A leaf may be packed in one state and dense in the other: a state made with another least_size is valid.
     state_leaves, expected_leaves = (
         dict(leaves_with_paths(tree, is_leaf=is_packed)) for tree in (state.inner, expected)
     )
@@ -648,7 +647,7 @@ def _fill_value(producers: Mapping[int, Any], constants: Mapping[int, Any], valu
 
 
 def _pack_fill(leaf: _Filled, form: str, is_positive: bool, key: Any) -> PackedArray:
-    """Pack an array that is filled with one number, by packing a single block; `key` as in `PackedArray.rounded`."""
+    """Pack an array that is filled with one number: pack a single block; `key` as in `PackedArray.rounded`."""
     pack = functools.partial(PackedArray.stored, format=form, key=key, is_positive=is_positive)
     block = pack(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
     template = jax.eval_shape(pack, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
@@ -670,7 +669,7 @@ def _pack_array(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArra
     def part_sharding(struct: Any) -> Any:
         if struct.shape == leaf.shape:
             return sharding
-        # Scales have the leading axes of the array, and one axis of blocks in place of its last axis.
+        # Scales have the leading axes of the array; an axis of blocks replaces its last axis.
         has_rows = struct.shape[:-1] == leaf.shape[:-1]
         return jax.NamedSharding(sharding.mesh, jax.P(*spec[:-1], None) if has_rows else jax.P())
 
@@ -688,8 +687,8 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
     """Convert an optimizer's state to the format of another transformation.
 
     Args:
-        state: a state of `low_precision` around an optimizer, or of that optimizer alone. It may be nested in the
-            states of other transformations.
+        state: a state of `low_precision` around an optimizer, or of that optimizer alone. States of other
+            transformations may contain it.
         tx: the transformation that continues the run: `low_precision` around the same optimizer, or that optimizer
             alone.
         params: the current parameters.
@@ -702,7 +701,7 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
         StructureError: when the states are not of the same optimizer.
 
     Memory:
-        Both states, and the decoded old state in float32; under `jax.jit`, one leaf at a time in float32.
+        Both states, plus the decoded old state in float32. Under `jax.jit` only one leaf at a time is in float32.
 
     Examples:
         >>> from lowtide.optim import low_precision
@@ -715,7 +714,7 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
     check_transformation(tx)
     old_states = iter([node for node in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(node)])
 
-    # The old state as the optimizer alone would hold it: the structure is then the same with and without packed leaves.
+    # Decode the old state, so that its structure is that of the optimizer alone, with and without packed leaves.
     def dense_inner(node: Any) -> Tree:
         if not _is_stored(node):
             return node

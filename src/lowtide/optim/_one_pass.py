@@ -2,9 +2,9 @@
 
 `lowtide.optim.low_precision` stores optimizer state in blocks: codes of 8 or 4 bits with one scale per block. The scale
 of a new block depends on all its numbers. XLA therefore computes the update twice, the first time for the scales alone.
-In AdamW, Lion or SGD, each number of an update depends only on numbers at the same position. Then a kernel holds a few
-blocks of gradients, state and weights in registers, and computes once. The kernel runs the wrapped transformation
-itself, which is traced and split as in `lowtide.offload.stream`.
+In AdamW, Lion or SGD, each number of an update depends only on numbers at the same position. For such optimizers, a
+kernel holds a few blocks of gradients, state and weights in registers, and computes once. The kernel runs the wrapped
+transformation itself, which is traced and split as in `lowtide.offload.stream`.
 
 Limits: each row of a leaf (of a device's shard, on a mesh) has to consist of whole blocks; Triton has to support the
 operations and codes (not 4 bits, not fp8); all formats of a kernel need the same block size. If one leaf does not
@@ -44,12 +44,12 @@ _BIT_OPERATIONS = ("bitcast_convert_type", "convert_element_type")
 _CODE_DTYPES = ("uint8", "bfloat16")
 
 Name = tuple[str, int]
-"""A leaf: ``grad`` (or its update) or ``param`` with the parameter's position, or ``state`` with the node's
-position."""
+"""Kind and position of a leaf, or of an array that stores it. Kinds of leaves: ``grad`` (a gradient or its update),
+``param``, and ``state`` (a node of the state)."""
 Arrays = dict[Name, Any]
-"""Stored arrays or blocks of them by kind and position. Kinds of state: ``codes``, ``scales``, ``plain`` (not packed),
-``state_key``. Kinds of a parameter: ``grad``, ``param``, ``rest`` (its residual), ``param_key``. ``value`` is a scalar
-that every block of a kernel reads."""
+"""Stored arrays, or blocks of them, by kind and position. Kinds of arrays of state: ``codes``, ``scales``, ``plain``
+(not packed), ``state_key``. Kinds of a parameter: ``grad``, ``param``, ``residual``, ``param_key``. ``value`` is a
+scalar that every block of a kernel reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class UpdateInputs:
         return self.residuals is not None and is_narrow(self.params[position])
 
     def arrays(self, name: Name) -> Arrays:
-        """Return the arrays from which a leaf is decoded, and with which its update is stored."""
+        """Return the stored arrays that are needed to decode a leaf and to store its new value."""
         kind, position = name
         if kind == "state":
             node = self.nodes[position]
@@ -124,10 +124,10 @@ class UpdateInputs:
         check: Callable[[Any], Any] = refuse_derivatives,
         **rounding: Any,
     ) -> Arrays:
-        """Return the arrays that store the new value of a leaf; for a gradient, those of its update.
+        """Return the arrays that store the new value of a leaf; the new value of a gradient is its update.
 
-        `arrays` are those that the value was computed from. `check` gets the numbers of state before they are packed,
-        because packing has no derivative. `rounding` as in `narrow_updates`.
+        `arrays` are the arrays from which the value was computed. `check` is called with state before it is packed; by
+        default it refuses derivatives. `rounding` holds keyword arguments of `narrow_updates`.
         """
         kind, position = name
         if kind == "grad":
@@ -165,14 +165,14 @@ def in_one_pass(
     *,
     interpret: bool = False,
 ) -> Any:
-    """Update with kernels that read every array once; return None where the kernels do not support the update.
+    """Update with kernels that read every array once; return None if the kernels do not support the update.
 
-    `params` may be None, and `residuals` is None without ``weights``. `key` makes a random uint32 from a number: nodes
-    count up from 0, parameters count down from -1. `shardings` are those of the gradients, the whole state and the
-    parameters; None on one device. `interpret` runs the kernels without Triton, on any device.
+    `params` may be None, and `residuals` is None without ``weights``. `key` makes a random uint32 from a number: 0, 1,
+    ... for nodes of the state, -1, -2, ... for parameters. `shardings` are those of the gradients, the whole state and
+    the parameters; None on one device. With `interpret`, JAX runs the kernels without Triton, on any device.
 
-    Returns updates, the packed state and the residuals. The update overwrites state, residuals and, where the dtypes
-    are equal, gradients.
+    Returns updates, the packed state and the residuals. They overwrite the old state and residuals, and gradients of
+    the same dtype.
     """
     structure = jax.tree.structure((grads, inner, params), is_leaf=is_packed)
     (grads, grads_structure), (params, params_structure) = jax.tree.flatten(grads), jax.tree.flatten(params)
@@ -219,7 +219,7 @@ def _name_shardings(shardings: Sequence[Any], params_structure: Any, has_residua
 
 
 def _compute_arrays(update: Callable[..., Any], inputs: UpdateInputs, interpret: bool) -> Arrays | None:
-    """Return the changed arrays, or None where the kernels do not support the update."""
+    """Return the changed arrays, or None if the kernels do not support the update."""
     if not any(is_packed(node) and node.scales is not None for node in inputs.nodes):
         return None  # without scales, XLA needs only one pass, too, and fuses optax.apply_updates into it
     names = inputs.names
@@ -264,7 +264,7 @@ def _compute_arrays(update: Callable[..., Any], inputs: UpdateInputs, interpret:
 
 
 def _make_kernel(update_plan: Any, group: Any, inputs: UpdateInputs) -> _Kernel | None:
-    """Return the kernel of a group of leaves, or None where Triton does not support it."""
+    """Return the kernel of a group of leaves, or None if it cannot be one kernel on a GPU."""
     program = update_plan.program
     outputs = [(program.outputs[output], inputs.names[update_plan.replaced[output]]) for output in group.outputs]
     arrays = Arrays()
@@ -311,7 +311,7 @@ def _make_kernel(update_plan: Any, group: Any, inputs: UpdateInputs) -> _Kernel 
 
 
 def _shard_shape(shape: tuple[int, ...], arrays: Iterable[Name], shardings: Mapping[Name, Any] | None) -> Any:
-    """Return the shape of one device's shard of a kernel's leaves; None where their shardings differ."""
+    """Return the shape of one device's shard of a kernel's leaves, or None if their shardings differ."""
     if shardings is None:
         return shape
     named_shardings = [(kind, shardings[kind, position]) for kind, position in arrays if (kind, position) in shardings]
@@ -332,7 +332,7 @@ def _is_supported(program: Any, equation: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernel:
-    """Kernel that updates a group of leaves of one shape; called with values that were computed before."""
+    """Kernel that updates a group of leaves of one shape. A call takes the values that are computed before kernels."""
 
     program: Any
     group: Any
@@ -393,10 +393,7 @@ class _Kernel:
         call = jax.custom_jvp(lambda *views: _in_place(run_kernel, views, aliases))
 
         def jvp(primals: Any, tangents: Any) -> Any:
-            """Differentiate the same computation in XLA operations; inputs without a tangent are constants.
-
-            For example, gradients are constants in a derivative with respect to the learning rate.
-            """
+            """Differentiate the same computation in XLA operations; inputs without a tangent are constants."""
             nonzero_tangents = {index: x for index, x in enumerate(tangents) if not isinstance(x, SymbolicZero)}
 
             def compute_from(*variables: Any) -> Any:
@@ -439,10 +436,9 @@ class _Kernel:
 def _in_place(call: Callable[..., Any], arrays: Sequence[Any], aliases: Mapping[int, int]) -> tuple[Any, ...]:
     """Call a kernel in a loop of one iteration that carries the arrays that the kernel overwrites.
 
-    When XLA schedules a program, it counts each result of a kernel as a new array, even where it overwrites an
+    When XLA schedules a program, it counts each result of a kernel as a new array, even if the result overwrites an
     argument. It counts the carry of a loop as one array. A step with Llama 1B's shapes needs 6.80 bytes a parameter
-    with the loop, and 7.46 bytes without it (compiled, H100). The barrier hides the trip count, so that XLA keeps the
-    loop.
+    with the loop, and 7.46 bytes without (compiled, H100). The barrier hides the trip count, so XLA keeps the loop.
     """
     trips, arrays = jax.lax.optimization_barrier((jnp.int32(1), list(arrays)))
     shapes, argument_of = jax.eval_shape(call, *arrays), {result: argument for argument, result in aliases.items()}

@@ -1,9 +1,9 @@
-"""Packed arrays of an optimizer's state: codes of 8 or 4 bits, with a scale for each block of neighbours; or bfloat16.
+"""Packed arrays of optimizer state: codes of 8 or 4 bits with a scale for each block of neighbours, or bfloat16.
 
-Blocks run along a *row*: the last axis, or, where that is shorter than a block, as many of the last axes as fill one.
-Codes have the shape of the array, so they are sharded like it. Codes of 4 bits are int4, which devices store two to a
-byte. Scales have one number for each block of a row. So the axes before the row can be sliced and sharded, and codes
-and scales follow.
+Blocks are consecutive parts of a *row*. A row is the last axis or, if that is shorter than a block, as many of the last
+axes as fill a block. Codes have the shape of the array, so they are sharded like it. Codes of 4 bits are int4, which
+devices store two to a byte. Scales have one number for each block of a row. So the axes before the row can be sliced
+and sharded in codes and scales alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._formats import FORMATS, traced_once
 
 BFLOAT16 = "bfloat16"
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
-"""Bit patterns of float32."""
+"""Bit patterns of infinity and NaN in float32."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -42,7 +42,8 @@ class PackedArray:
     codes: Any
     """Codes, in the shape of the array."""
     scales: Any
-    """Float32, [..., blocks of a row]: the number of each block that is farthest from 0; None for bfloat16."""
+    """Float32, [axes before the row, blocks of a row]: in each block the number of the largest magnitude, with its
+    sign. None for bfloat16."""
     format: str
     """One of `FORMATS`, or ``bfloat16`` (static)."""
     row: tuple[int, ...] = ()
@@ -60,7 +61,7 @@ class PackedArray:
 
         Args:
             x: floating-point numbers with at least one axis.
-            format: one of `FORMATS`.
+            format: ``8bit``, ``companded``, ``fp8`` or ``4bit``.
             is_positive: whether no number is negative; this is not checked.
             scales: the result of `scales_of` for these numbers, if it is already known.
 
@@ -93,7 +94,7 @@ class PackedArray:
     def stored(
         cls, x: Float[Array, "*axes"], format: str, key: Array, *, is_positive: bool = False, scales: Any = None
     ) -> PackedArray:
-        """Pack an array in any format: with `rounded` in bfloat16, else with `of`; arguments and errors as there."""
+        """Pack an array in any format: call `rounded` for bfloat16 and `of` otherwise; they have these arguments."""
         if format == BFLOAT16:
             return cls.rounded(x, key)
         return cls.of(x, format, is_positive=is_positive, scales=scales)
@@ -138,10 +139,10 @@ def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
 
 @traced_once
 def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before blocks"]:
-    """Return the number of each block that is farthest from 0, in float32; NaN for a block with a non-finite number.
+    """Return the number of the largest magnitude in each block, in float32; NaN for a block with a non-finite number.
 
-    The scale keeps its sign. So the largest number divided by the scale is 1, and 1 has a code where -1 has none:
-    packing a decoded array again changes nothing.
+    The scale keeps the sign of this number. So the number divided by the scale is 1, and 1 has a code where -1 has
+    none: packing a decoded array again changes nothing.
     """
     row = row_of(x.shape, format)
     rows = x.astype(jnp.float32).reshape(*x.shape[: x.ndim - len(row)], math.prod(row))
@@ -159,7 +160,7 @@ def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before 
 
 
 def refuse_derivatives(x: Array) -> Array:
-    """Return `x`, and raise where a derivative is taken through it, because packing would lose the derivative."""
+    """Return `x`; raise `StructureError` if a derivative goes through it, because packing would lose the derivative."""
     return no_derivative(x, "the quantised state of lt.optim.low_precision")
 
 
@@ -188,7 +189,7 @@ def random_bits(x: Float[Array, "*axes"], key: Array) -> UInt32[Array, "*axes"]:
 
 
 def stochastic_round(x: Float[Array, "*axes"], key: Array) -> Float[Array, "*axes"]:
-    """Round float32 numbers stochastically to bfloat16 precision, so that the mean of many results is the number."""
+    """Round float32 numbers stochastically to bfloat16 precision; over random keys, the mean result is the number."""
     # A random integer below one unit of bfloat16 is added, and the lower 16 bits are cut off. A carry rounds up.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(x, key) >> 16)
     rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)

@@ -1,7 +1,7 @@
-"""The leaves of an optimizer's state that `low_precision` packs, and their formats.
+"""Selection of the leaves of an optimizer's state that `low_precision` packs, and of their formats.
 
-Regular expressions select leaves by path. The tables hold what is known about the states of Optax's optimizers: names
-of moments, their signs, and the rounding they tolerate.
+Regular expressions select leaves by path. Tables about the states of Optax's optimizers list the names of moments, the
+fields that are never negative, and the fewest bits that a field tolerates.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ._packed import BFLOAT16, bits_of
 from ._weights import WEIGHTS
 
 MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"
-"""Regular expression on `optimizer_paths` of a state. Optax also has moments named ``m`` and ``v``, but elsewhere these
-names mean weights. The expression omits fields that `_MIN_BITS` refuses in optimizers whose other moments may be
-quantised, such as AdEMAMix's ``m2``."""
+"""Default regular expression, matched against `optimizer_paths`. It omits Optax's moments named ``m`` and ``v``,
+because these names mean weights elsewhere. It also omits a field that `_MIN_BITS` refuses if the other moments of its
+optimizer may be quantised, such as AdEMAMix's ``m2``."""
 _POSITIVE_FIELDS = {
     "ScaleByAdamState": ("nu",),
     "ScaleByAmsgradState": ("nu", "nu_max"),
@@ -39,8 +39,8 @@ _POSITIVE_FIELDS = {
     "MadgradState": ("grad_sum_sq",),
     "COCOBState": ("scale", "subgradients", "reward"),
 }
-"""Fields of Optax's state classes that hold means or sums of squares or of magnitudes, so they are never negative.
-Other fields keep a sign, because nothing is known about them (SM3 calls its momentum nu)."""
+"""Fields of Optax's state classes that are never negative: means or sums of squares or of magnitudes. Other fields are
+stored with signs, whatever their names (SM3 calls its momentum nu)."""
 _MIN_BITS = {
     "ScaleByRStdDevState": ({"mu": 32, "nu": 32}, "computes the difference of two moments, nu - mu ** 2"),
     "ScaleByRStdDevWithCountState": ({"mu": 32, "nu": 32}, "computes the difference of two moments, nu - mu ** 2"),
@@ -63,7 +63,7 @@ class Moment(NamedTuple):
     min_bits: int = 0
     """Fewest bits per number that the optimizer tolerates."""
     reason: str = ""
-    """Why it needs that many bits, for an error message."""
+    """Why the optimizer needs that many bits, for an error message."""
 
 
 def parse_patterns(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[str], str]]:
@@ -136,15 +136,15 @@ def check_bits(path: str, form: str, moment: Moment) -> None:
 def optimizer_paths(state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the path of each leaf of a state, in order, without the path of the parameter that the leaf belongs to.
 
-    A parameter may also be called mu, as in variational models: the optimizer's part of ``z/mu/kernel`` is ``z``, and
-    that of ``0/mu/mu/kernel`` is ``0/mu``.
+    So a parameter named mu, as in variational models, is not mistaken for a moment. With a parameter ``mu/kernel``,
+    ``z/mu/kernel`` becomes ``z``, and ``0/mu/mu/kernel`` becomes ``0/mu``.
     """
     param_paths, paths = {path for path, _ in leaves_with_paths(params)}, list[str]()
 
     def visit(path: str, node: Any) -> None:
         leaves = leaves_with_paths(node, is_leaf=is_leaf)
-        # A node whose leaves all have paths of parameters is one copy of the parameter tree, as `mu` is. Optax's own
-        # NamedTuples are never taken for one, even where a parameter has the name of a field.
+        # A node whose leaves all have paths of parameters is a copy of the parameter tree, such as `mu`. Optax's own
+        # NamedTuples never count as copies, even if a parameter has the name of a field.
         is_param_tree = all(leaf_path in param_paths for leaf_path, _ in leaves) and not (
             _is_namedtuple(node) and _is_library_type(node)
         )

@@ -1,13 +1,14 @@
-"""Updates of bfloat16 weights as if the weights had a higher precision.
+"""Update bfloat16 weights as if they had a higher precision.
 
-A bfloat16 weight represents a float32 number. The difference is the *residual* (``state.residuals``), stored with
-the optimizer's state: in 8 bits (``split``, after FlashOptim, arXiv:2602.23349) or in bfloat16 (``kahan``).
+A bfloat16 weight and its *residual* represent a float32 number: their sum. The optimizer's state stores the residuals
+(``state.residuals``): ``split`` in 8 bits, after FlashOptim (arXiv:2602.23349), and ``kahan`` in bfloat16.
 ``stochastic`` stores no residual and rounds weights stochastically. A residual is at most half of the distance between
+two neighbouring bfloat16 numbers. The weight's exponent gives that distance, so 8-bit residuals need no scales.
 two neighbouring bfloat16 numbers. The weight's exponent gives that distance, so 8-bit residuals need no scales.
 
 Updates have the dtype of the weights, so they need no more memory than gradients. An update is exact where a weight
-changes by less than half of its value (Sterbenz). Otherwise it is rounded: `kahan` adds that error to the residual,
-`split` drops it because 8 bits cannot hold it.
+changes by less than half of its value (Sterbenz's lemma). Otherwise the update is rounded: `kahan` adds the rounding
+error to the residual, and `split` drops it because 8 bits cannot hold it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def is_narrow(leaf: Any) -> bool:
 def init_residuals(kind: str, params: Tree, least_size: int) -> Tree:
     """Return the initial residuals of parameters: zeros, or None where no residual is kept.
 
-    `kind` is one of `WEIGHTS`. Leaves with fewer elements than `least_size` keep the whole residual, in float32.
+    `kind` is one of `WEIGHTS`. Bfloat16 leaves of fewer than `least_size` elements always have a float32 residual.
     """
     dtypes = {SPLIT: jnp.int8, KAHAN: jnp.bfloat16, STOCHASTIC: None}
 
@@ -61,7 +62,7 @@ def require_bfloat16(kind: str, params: Tree) -> None:
 
 
 def widen(params: Tree, residuals: Tree) -> Tree:
-    """Return the float32 numbers that bfloat16 parameters represent; other parameters are returned unchanged."""
+    """Return bfloat16 parameters plus their residuals, in float32; other parameters are returned unchanged."""
     leaves, structure = jax.tree.flatten(params)
 
     def widen_leaf(leaf: Any, residual: Any) -> Any:
@@ -105,8 +106,9 @@ def narrow_updates(
 ) -> tuple[Tree, Tree]:
     """Return updates in the dtypes of the parameters, and the new residuals.
 
-    Updates of parameters in other dtypes than bfloat16 pass unchanged. `wide_params` are the results of `widen`, and
-    `updates` are updates of them. `keys` has a random uint32 for each leaf. `to_bfloat16` rounds float32 numbers.
+    Updates of parameters in other dtypes are returned unchanged. `wide_params` is the result of `widen`, to which
+    `updates` belong. `keys` has a random uint32 for each leaf. `to_bfloat16` rounds float32 numbers and keeps their
+    dtype.
     """
     leaves, structure = jax.tree.flatten(params)
 

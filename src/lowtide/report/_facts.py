@@ -1,7 +1,10 @@
 """The data of reports and of their differences: buffers with their owners, and figures derived from them.
 
-Every figure is compiled: it is XLA's own, or derived from the executable's layouts so that the parts add up to XLA's
-total exactly. `peak_memory_in_bytes` is not used, because on a TPU it counts host bytes as device bytes.
+The owner of a buffer is the argument, output or operation to which its bytes belong. A position, or moment, is an index
+into the operations of the program in the order of execution.
+
+All figures come from the compiled program. They are XLA's own, or derived from the executable's layouts so that parts
+add up to XLA's total exactly. XLA's `peak_memory_in_bytes` is not used, because on a TPU it counts host bytes, too.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ _IS_COMPUTED = {
     "fragmentation": False,
     "unattributed": False,
 }
-"""Whether a step computes the values of a role from its batch."""
+"""Whether buffers of a role are assumed to grow with the batch; gradients have the shapes of arguments."""
 DERIVED_ROLES = tuple(_IS_COMPUTED)
 """Roles of buffers that are not arguments; `Buffer.role` explains them."""
 COMPUTED_ROLES = tuple(role for role, is_computed in _IS_COMPUTED.items() if is_computed)
-"""Roles of values that a step computes from its batch."""
+"""Roles whose buffers are assumed to grow with the batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,46 +61,46 @@ class Buffer:
     """
 
     space: Space
-    """The memory space that holds it."""
+    """The memory space that holds the buffer."""
     role: str
-    """For an argument the caller's role. Otherwise one of `DERIVED_ROLES`. ``activations`` are made in the forward pass
-    and read in the backward pass. ``gradients`` are cotangents of arguments, also for each example or microbatch.
-    ``copies`` hold only the data of one argument (cast, transposed, sliced, gathered from other devices).
-    ``cotangents`` are other results of the backward pass, and ``recomputed`` are activations that it computes again.
-    ``workspaces`` are memory that an operation needs in addition to its operands and results (a kernel's scratch,
-    indices, steps into which the compiler splits it). ``temporaries`` are all other results of the program. ``outputs``
-    replace no argument. ``constants`` and ``code`` belong to the program. ``fragmentation`` is heap that no value can
-    use at the peak. ``unattributed`` has no known owner."""
+    """For an argument, the role that `analyze` was given for it. Otherwise one of `DERIVED_ROLES`. ``activations`` are
+    made in the forward pass and read in the backward pass. ``gradients`` are cotangents of arguments, also those of
+    single examples or microbatches. ``copies`` hold only the data of one argument (cast, transposed, sliced, gathered
+    from other devices). ``cotangents`` are other results of the backward pass, and ``recomputed`` are activations that
+    it computes again. ``workspaces`` are memory that an operation needs in addition to operands and results (a kernel's
+    scratch, indices, steps into which the compiler splits it). ``temporaries`` are all other results inside of the
+    program. ``outputs`` are not written into arguments. ``constants`` and ``code`` belong to the program.
+    ``fragmentation`` are unused bytes of the heap at the peak. ``unattributed`` has no known owner."""
     path: str = ""
-    """Tree path of the argument or output that it is, that it holds a copy of, or whose gradient it is; else empty."""
+    """Tree path of an argument or output; for a copy or a gradient, the path of its argument; else empty."""
     phase: Phase = "argument"
-    """Phase of the program that makes it; empty for what is not a value (code, fragmentation)."""
+    """Phase of the program that makes the buffer; empty for code and fragmentation, which hold no values."""
     scope: str = ""
     """Scope in which JAX made the operation: the names of its transformations, functions and modules."""
     operation: str = ""
-    """The operation that writes it, as XLA names it: ``fusion loop_multiply_fusion.2``."""
+    """Opcode and XLA's name of the operation that writes the buffer: ``fusion loop_multiply_fusion.2``."""
     source: str = ""
-    """The source line: ``train.py:41 (loss_fn)``."""
+    """Source line of the operation: ``train.py:41 (loss_fn)``."""
     shape: tuple[int, ...] = ()
     """The array's shape on one device."""
     dtype: str = ""
-    """XLA's name of the item type: ``f32``, ``bf16``, ``s32``; empty for a tuple or bytes."""
+    """XLA's name of the dtype: ``f32``, ``bf16``, ``s32``; empty if the buffer is not an array."""
     num_bytes: int
     """Bytes on one device, padding included."""
     padding_bytes: int = 0
-    """Bytes among them that hold no element."""
+    """Bytes of `num_bytes` that hold no element."""
     start: int
-    """The first position of the program at which it is alive."""
+    """The first position of the program at which the buffer is alive."""
     end: int
-    """The last position at which it is alive."""
+    """The last position at which the buffer is alive."""
 
     @property
     def label(self) -> str:
-        """The shortest text that identifies it: its path, else the end of its scope, its operation or its role."""
+        """A short name: the path, else the last three parts of the scope, else the operation, else the role."""
         return self.path or "/".join(self.scope.split("/")[-3:]) or self.operation or self.role
 
     def alive_at(self, moment: int) -> bool:
-        """Return whether it is alive at a position of the program."""
+        """Return whether the buffer is alive at a position of the program."""
         return self.start <= moment <= self.end
 
 
@@ -113,7 +116,7 @@ class SpaceBytes:
     argument_bytes: int = 0
     """Arguments, padded as they are stored."""
     output_bytes: int = 0
-    """Outputs, those written into donated arguments included."""
+    """Outputs, including those that are written into donated arguments."""
     alias_bytes: int = 0
     """Outputs that are written into donated arguments, and so need no additional bytes."""
     temp_bytes: int = 0
@@ -154,14 +157,14 @@ class ReportFacts:
     """Memory of the machine that holds the device; offloaded arrays are there."""
     by_role: Mapping[str, int]
     """Device bytes per role; the values add up to `device_bytes`. Arguments are counted under the roles that `analyze`
-    was given and under ``other``. ``unattributed`` are bytes that XLA counts in addition to the leaves (tables of
-    pointers). ``outputs`` are those not written into arguments. Other roles are ``temporaries`` and ``code``."""
+    was given and under ``other``. ``unattributed`` are argument bytes of no leaf, such as tables of pointers.
+    ``outputs`` are those that are not written into arguments. Other roles are ``temporaries`` and ``code``."""
     host_by_role: Mapping[str, int]
     """The same for host memory; the values add up to `host_bytes`."""
     buffers: tuple[Buffer, ...] = ()
     """Every piece of memory of the program, with its owner and the positions between which it is alive."""
     moments: tuple[str, ...] = ("",)
-    """The operation at every position of the program, in execution order, with each loop body once."""
+    """Operation at each position of the program, in execution order; every loop body occurs once."""
     peak_moment: int = 0
     """The position at which most device bytes are alive."""
     host_peak_moment: int = 0
@@ -197,7 +200,7 @@ class ReportFacts:
         return tuple(sorted(alive, key=lambda b: -b.num_bytes))
 
     def live_bytes(self, *, space: Space = "device") -> list[int]:
-        """Return the bytes that are alive at every position of the program, without fragmentation."""
+        """Return the number of live bytes at each position in `moments`, without fragmentation."""
         return live_bytes([b for b in self.buffers if b.space == space], len(self.moments))
 
     @property
@@ -212,22 +215,22 @@ class ReportFacts:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Free bytes of the device after the program and the reserve, negative if it does not fit; None if unknown."""
+        """Bytes of the device that program and reserve leave free; negative if they do not fit; None if unknown."""
         budget = self.target.budget_bytes
         return None if budget is None else budget - self.device_bytes
 
     @property
     def host_margin_bytes(self) -> int | None:
-        """Free bytes of this device's share of the host; None when the machine is unknown."""
+        """Free bytes of this device's share of host memory, or negative; None when the share is unknown."""
         return None if self.target.host_bytes is None else self.target.host_bytes - self.host_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether the program fits the device with the target's reserve, and its host bytes fit the host.
+        """Whether the program fits into the device, less the target's reserve, and into the host.
 
-        None when the device's capacity is unknown. A host whose capacity is unknown counts as large enough.
+        False if the host is too small; otherwise None if the device's capacity is unknown. A host of unknown capacity
+        counts as large enough.
         """
-        # A host that is too small decides, even when the capacity of the device is unknown.
         if self.host_bytes and self.host_margin_bytes is not None and self.host_margin_bytes < 0:
             return False
         return None if self.margin_bytes is None else self.margin_bytes >= 0
@@ -270,9 +273,9 @@ class DiffRow:
     role: str
     """The role, as in `Buffer`."""
     owner: str
-    """A path, else a scope, else an operation without its number."""
+    """A path, else a scope, else an operation without its number, else the role."""
     dtype: str = ""
-    """XLA's name of the item type."""
+    """XLA's name of the dtype."""
     before_bytes: int = 0
     """Bytes at the peak of the first report."""
     after_bytes: int = 0
@@ -299,7 +302,7 @@ class DiffFacts:
     rows: tuple[DiffRow, ...]
     """One row per owner, largest change first. In each space, the changes add up to the difference of the totals."""
     notes: tuple[str, ...] = ()
-    """Facts that a reader needs for the comparison: other targets, other versions."""
+    """Facts that a reader needs for the comparison, such as different targets or versions."""
 
     def delta_bytes(self, *, space: Space = "device") -> int:
         """Return the bytes of the second report minus those of the first.
@@ -337,23 +340,22 @@ class DiffFacts:
 
 
 def live_bytes(buffers: Iterable[Buffer], num_moments: int) -> list[int]:
-    """Return the bytes that are alive at every position of a program.
+    """Return the number of live bytes at each position of a program.
 
     Args:
-        buffers: the buffers to add up; fragmentation is not alive and is left out.
+        buffers: the buffers to add up; those of the role ``fragmentation`` are left out.
         num_moments: number of positions of the program.
 
     Returns:
         One sum per position.
     """
-    steps = [0] * (num_moments + 1)
+    deltas = [0] * (num_moments + 1)
     for buffer in buffers:
         if buffer.role != "fragmentation":
-            steps[buffer.start] += buffer.num_bytes
-            # A buffer adds its bytes where it starts and removes them after its last position; the running sum is the
-            # live bytes.
-            steps[buffer.end + 1] -= buffer.num_bytes
-    return list(itertools.accumulate(steps[:-1]))
+            deltas[buffer.start] += buffer.num_bytes
+            # Bytes are added at the first position and removed after the last one; the running sum is the live bytes.
+            deltas[buffer.end + 1] -= buffer.num_bytes
+    return list(itertools.accumulate(deltas[:-1]))
 
 
 def sum_by_role(buffers: Iterable[Buffer]) -> dict[str, int]:
@@ -365,7 +367,7 @@ def sum_by_role(buffers: Iterable[Buffer]) -> dict[str, int]:
 
 
 def _to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
-    """Return buffers as plain data, without fields that have their default."""
+    """Return buffers as plain data, without fields that have their default value."""
     defaults = {f.name: f.default for f in dataclasses.fields(Buffer) if f.default is not dataclasses.MISSING}
     return [
         {
@@ -378,7 +380,7 @@ def _to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 
 def signed(num_bytes: int) -> str:
-    """Format a difference: ``+1.50 GiB``, ``-512 B``, ``0 B``."""
+    """Format a difference of bytes: ``+1.50 GiB``, ``-512 B``, ``0 B``."""
     return f"+{format_bytes(num_bytes)}" if num_bytes > 0 else format_bytes(num_bytes)
 
 

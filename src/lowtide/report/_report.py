@@ -1,7 +1,7 @@
 """The report of a compiled program, the difference of two reports, and the methods that show them.
 
-Compilation gives no identity to buffers, so those of two reports are matched by owner: memory space, role, path (or
-scope, or operation without its number) and type. Several buffers of one owner are added up.
+Buffers have no identity across compilations, so `diff` matches the buffers of two reports by owner: memory space,
+role, path (or scope, or operation without its number) and dtype. Several buffers of one owner are added up.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _Viewed(ABC):
             OutputError: when the file cannot be written.
 
         Memory:
-            None on any device. The file stays below 10 MB: above that, the smallest buffers become one row per role,
-            and the page has a note.
+            None on any device. The smallest buffers of a large report become one row per role, so that the file stays
+            below 10 MB; the page then has a note.
         """
         write_view(path, self._page())
 
@@ -97,7 +97,7 @@ class MemoryReport(ReportFacts, _Viewed):
             path: the file.
 
         Returns:
-            A report equal to the one that was written, with the versions it was made with.
+            A report that equals the written one, including its versions.
 
         Raises:
             ReportError: when the file is missing, is not a report, or has another version of the format.
@@ -203,7 +203,7 @@ _LOOP_BODY = re.compile(r"\beval_jaxpr\b")
 
 
 def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffRow]:
-    # A report without buffers has no owners, so both reports are compared by role.
+    # If a report has no buffers, its owners are unknown, so both reports are compared by role.
     by_role = not all(any(b.space == space for b in r.buffers) or not space_total(r, space) for r in (before, after))
     sides = [_by_owner(at_peak(r, space), by_role, space_total(r, space)) for r in (before, after)]
     rows: list[DiffRow] = []

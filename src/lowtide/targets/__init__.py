@@ -1,4 +1,4 @@
-"""Chips as data, and compile targets made of them. JAX is not needed before a target's devices are requested."""
+"""Catalogue of chips, and compile targets. Only `target`, `targets` and `Target.devices` import JAX."""
 
 import lazy_loader
 

@@ -1,9 +1,9 @@
 """The catalogue of chips: figures with their origin, read from `chips.toml`.
 
-This module loads no compiler. For GPUs the catalogue also holds what XLA requires to compile for an absent GPU. The
-fields are those of XLA's `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto), checked
-with jaxlib 0.10.2. XLA's own descriptions also give the rates of single arithmetic units. They are left out, because
-they only tune the compiler's estimates of time.
+This module loads no compiler. For GPUs the catalogue also has the fields that XLA requires to compile for an absent
+GPU: those of `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto), checked with jaxlib
+0.10.2. XLA's own descriptions also give the rates of single arithmetic units. These rates are left out, because they
+only tune the compiler's estimates of time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from ..core import TargetError
 
-# Versions that XLA requires in addition to the chip: those of the CUDA that the plugin of jaxlib 0.10 is built for.
+# Versions that XLA's description of a GPU needs: those for which the CUDA plugin of jaxlib 0.10 is built.
 _CUDA_VERSION, _CUDNN_VERSION = "13.0.0", (9, 10, 0)
 _FIGURES = ("hbm_bytes", "device_bytes", "hbm_bandwidth", "flops", "host_link_bandwidth")
 _TPU_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
@@ -32,14 +32,14 @@ _GPU_LIKE = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine shape that carries a chip."""
+    """A machine type that has a chip."""
 
     name: str
     """The vendor's name."""
     num_chips: int
     host_bytes: int
     source: str
-    """Origin of these figures."""
+    """Origin of `host_bytes`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,17 +47,15 @@ class Chip:
     """One entry of the catalogue; figures are per JAX device, None when unknown."""
 
     name: str
-    """The canonical name."""
     platform: Literal["gpu", "tpu"]
-    """The kind of compiler for it."""
     kinds: tuple[str, ...]
-    """JAX's `device_kind` names where the device is present."""
+    """The `device_kind` names that JAX reports for the chip."""
     aliases: tuple[str, ...] = ()
     devices_per_chip: int = 1
     hbm_bytes: int | None = None
     """Physical memory."""
     device_bytes: int | None = None
-    """Memory that a program may use; None for GPUs, where JAX's memory fraction decides."""
+    """Memory that a program may use; None for GPUs, where it depends on JAX's memory fraction."""
     hbm_bandwidth: int | None = None
     """Bytes per second."""
     flops: int | None = None
@@ -65,15 +63,15 @@ class Chip:
     host_link_bandwidth: int | None = None
     """Bytes per second, each way."""
     machines: tuple[Machine, ...] = ()
-    """Machine shapes, smallest first."""
+    """Machine types, smallest first."""
     slice_machine: str | None = None
-    """The shape that slices of several hosts are made of; None for the largest."""
+    """Name of the machine type in slices of several hosts; None for the largest type."""
     sources: tuple[tuple[str, str], ...] = ()
     """A figure's name and its origin, for every figure that is present."""
     smallest: str = "1"
     """The topology of one chip."""
     chip_config_name: str | None = None
-    """How libtpu forms devices of cores, where its default differs from what JAX shows on a real machine."""
+    """How libtpu groups cores into devices, if its default differs from JAX's devices on a real machine."""
     capability: str | None = None
     """Major and minor version of a GPU's compute capability, such as ``9.0``."""
     num_cores: int = 0
@@ -86,10 +84,10 @@ class Chip:
     """NVLink links of a GPU."""
     gpus_per_host: int = 8
     hosts_per_partition: int = 1
-    """Hosts whose GPUs one NVLink domain joins."""
+    """Number of hosts in one NVLink domain."""
 
     def machine(self, num_chips: int) -> Machine | None:
-        """Return the smallest machine with `num_chips` chips or more, else that of larger slices; None if unknown."""
+        """Return the smallest machine with `num_chips` chips or more, else that of slices; None without machines."""
         for machine in self.machines:
             if machine.num_chips >= num_chips:
                 return machine
@@ -97,7 +95,7 @@ class Chip:
         return (slices or list(self.machines[-1:]) or [None])[0]
 
     def gpu_target_config(self, hbm_bytes: int) -> str:
-        """Return XLA's description of this GPU with a given memory: a `GpuTargetConfigProto` as text."""
+        """Return XLA's description of this GPU with `hbm_bytes` of memory: a `GpuTargetConfigProto` as text."""
         assert self.capability is not None, f"{self.name} is not a GPU"
         major, minor = self.capability.split(".")
         capability = dict(catalogue().capabilities[self.capability])
@@ -152,22 +150,22 @@ class Catalogue:
     chips: dict[str, Chip]
     """Chips by their canonical names, TPUs first."""
     capabilities: dict[str, dict[str, Any]]
-    """Fields of XLA's description that depend on an NVIDIA compute capability only, by its version."""
+    """Fields of XLA's description that depend only on the compute capability, by its version, such as ``9.0``."""
     tpu_words: dict[str, str]
-    """Other words for TPUs, to suggest near misses."""
+    """Other names of TPUs and the chips that errors suggest for them."""
     ambiguous: dict[str, tuple[str, ...]]
-    """Names that stand for several chips."""
+    """Names that several chips share, with the names of these chips."""
     refused: tuple[tuple[re.Pattern[str], str], ...]
-    """Patterns on the names of GPUs that cannot be compiled for, and the reason."""
+    """Patterns of the names of unsupported GPUs, and the reasons."""
 
     def find(self, name: str) -> Chip | None:
-        """Return the chip of a name or an alias; case, spaces and hyphens of GPU names do not matter."""
+        """Return the chip with this name or alias, or None; case, spaces and hyphens of GPU names do not matter."""
         key, gpus = normalize_name(name), (chip for chip in self.chips.values() if chip.platform == "gpu")
         named = (chip for chip in gpus if key in map(normalize_name, (chip.name, *chip.aliases)))
         return next(named, self.chips.get(name))
 
     def of_kind(self, kind: str) -> Chip | None:
-        """Return the chip with this JAX `device_kind`."""
+        """Return the chip with this JAX `device_kind`, or None."""
         return next((chip for chip in self.chips.values() if kind in chip.kinds), None)
 
     def of(self, platform: str) -> list[str]:
@@ -181,15 +179,15 @@ def normalize_name(name: str) -> str:
 
 
 def busy_rows(kind: str) -> int | None:
-    """Return how many rows make a matrix product take three times as long as reading its weight, on a `device_kind`.
+    """Return the number of rows at which a matrix product takes three times as long as reading its weight.
 
-    The result is rounded up to a power of two, or None if the chip's speed is unknown.
+    `kind` is JAX's `device_kind`. The result is rounded up to a power of two; None if the chip's speed is unknown.
     """
     chip = catalogue().of_kind(kind)
     if chip is None or chip.flops is None or chip.hbm_bandwidth is None:
         return None
-    # Per number of a bf16 weight: 2 bytes / bandwidth to read it, 2 FLOPs / flops per row to multiply by it. So both
-    # times are equal at flops / bandwidth rows.
+    # Reading one element of a bf16 weight takes 2 / bandwidth, and multiplying each row by it 2 / flops. So both times
+    # are equal at flops / bandwidth rows.
     return 1 << math.ceil(math.log2(3 * chip.flops / chip.hbm_bandwidth))
 
 
@@ -210,7 +208,7 @@ def catalogue() -> Catalogue:
 def _chip(name: str, fields: dict[str, Any], machine_sources: dict[str, str]) -> Chip:
     origin: dict[str, str] = fields.pop("source")
     per_chip = int(fields.get("devices_per_chip", 1))
-    # chips.toml has figures per chip, a `Chip` has them per JAX device.
+    # Figures are per chip in chips.toml, and per JAX device in a `Chip`.
     for figure in _FIGURES:
         if figure in fields:
             fields[figure] //= per_chip
@@ -237,9 +235,8 @@ def _chip(name: str, fields: dict[str, Any], machine_sources: dict[str, str]) ->
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------
-#
-# GPU names are forgiving (case, spaces, hyphens, the vendor's name), because every tool writes them differently. TPU
-# names are libtpu's. Errors list valid names.
+# In names of GPUs, case, spaces, hyphens and the vendor do not matter, because each tool writes them differently. Names
+# of TPUs are libtpu's. Errors list valid names.
 
 
 def parse_name(name: str) -> tuple[Chip, str]:
@@ -257,7 +254,7 @@ def parse_name(name: str) -> tuple[Chip, str]:
         if not _GPU_COUNT.fullmatch(topology):
             raise _gpu_count_error(name, chip)
         gpu_topology(chip, int(topology))
-    # libtpu does not refuse a zero but divides by it, so such a name must not reach it.
+    # libtpu divides by a zero instead of refusing it, so such a name must not reach libtpu.
     elif not _TPU_TOPOLOGY.fullmatch(topology):
         expected = f"{chip.name}:AxB or {chip.name}:AxBxC, positive numbers of chips along each axis"
         hint = f'write "{chip.name}:{chip.smallest}", or just "{chip.name}", for one chip'
@@ -268,7 +265,7 @@ def parse_name(name: str) -> tuple[Chip, str]:
 def gpu_topology(chip: Chip, num_gpus: int) -> tuple[int, int, int]:
     """Return partitions (groups of hosts that NVLink joins), hosts per partition, and GPUs per host.
 
-    Compile-only devices of jaxlib 0.10.2 know their host (`process_index`), and all report partition 0. Raises
+    Compile-only devices of jaxlib 0.10.2 report their host (`process_index`), but always partition 0. Raises
     `TargetError` for a number that does not fill its hosts or partitions.
     """
     if num_gpus <= chip.gpus_per_host:

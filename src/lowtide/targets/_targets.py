@@ -1,8 +1,8 @@
-"""Compile targets: the hardware that a report is about, present or not.
+"""Compile targets: the hardware that a program is compiled for, present or absent.
 
-A target names a platform, a number of JAX devices, the bytes that a program may use on each, and known speeds. TPU
-targets need no TPU and GPU targets no GPU: libtpu, and XLA's CUDA plugin with `ptxas`, compile for hardware that is
-only described. Figures and their origins are in `chips.toml`; `_catalogue.py` reads them and the names of chips.
+A target has a platform, a number of JAX devices, the bytes that a program may use on each, and known speeds. Hardware
+need not be present: libtpu compiles for described TPUs, and XLA's CUDA plugin with `ptxas` for described GPUs. Figures
+and their origins are in `chips.toml`; `_catalogue.py` reads them and parses names of chips.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Target:
     name: str
     """The canonical name: ``here``, ``cpu``, or a chip with its topology, such as ``v5e:2x2`` or ``h100:8``."""
     platform: Platform
-    """The kind of compiler for it."""
+    """The platform that programs are compiled for."""
     chip: str
     """The chip: ``v5e``, ``h100``, or the device kind that JAX reports for hardware that is present."""
     num_devices: int
@@ -56,12 +56,11 @@ class Target:
     device_bytes: int | None
     """Bytes that a program may use on one JAX device, or None when unknown (a CPU's memory belongs to the system).
 
-    TPU: the "available HBM" of libtpu 0.0.51. GPU: the share of `hbm_bytes` that JAX's allocator takes (JAX
-    documentation, GPU memory allocation), read when the target is made. It is 0.75 unless ``XLA_CLIENT_MEM_FRACTION``
-    (or its older name ``XLA_PYTHON_CLIENT_MEM_FRACTION``) sets another one, and at most 1.
-    ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` only lets the allocator grow up to the same share (openxla/xla,
-    gpu_helpers.cc). ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` lifts the limit, but does not change this figure. Hardware
-    that is present: the limit of JAX's allocator.
+    Hardware that is present: the limit of JAX's allocator. Absent TPU: the "available HBM" of libtpu 0.0.51. Absent
+    GPU: the share of `hbm_bytes` that JAX's allocator takes (JAX documentation, GPU memory allocation). The share is
+    0.75 unless ``XLA_CLIENT_MEM_FRACTION`` (older: ``XLA_PYTHON_CLIENT_MEM_FRACTION``) sets another one when the target
+    is made, and at most 1. With ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` the allocator grows up to the same share
+    (openxla/xla, gpu_helpers.cc). ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` has no limit, but this figure ignores it.
     """
     chip_config_name: str | None = None
     """How libtpu groups a chip's cores into devices; None for its default."""
@@ -72,27 +71,26 @@ class Target:
     flops: int | None = None
     """Dense bf16 operations per second, the vendor's peak."""
     host_link_bandwidth: int | None = None
-    """Bytes per second between device and host memory, each way. For most chips this is the nominal rate of the link,
-    not a measured one."""
+    """Bytes per second between device and host memory, each way; for most chips the link's nominal rate."""
     host_bytes: int | None = None
     """Host memory per JAX device on `machine`."""
     machine: str | None = None
-    """The machine shape of `host_bytes`; other shapes have the same chip."""
+    """The machine type to which `host_bytes` applies; others may have the same chip."""
     reserve_bytes: int = 0
     """Bytes of `device_bytes` to keep free."""
     sources: tuple[str, ...] = ()
-    """Where each figure comes from: ``figure: origin``."""
+    """Origin of each figure, as text ``figure: origin``."""
 
     @property
     def budget_bytes(self) -> int | None:
-        """Bytes that a program may use of one device: `device_bytes` less `reserve_bytes`; None when unknown."""
+        """Bytes of one device that a program may use: `device_bytes` less `reserve_bytes`; None when unknown."""
         return None if self.device_bytes is None else self.device_bytes - self.reserve_bytes
 
     def devices(self) -> list[Any]:
         """Return the JAX devices to compile for; compile-only ones if the hardware is not present.
 
         Returns:
-            `num_devices` devices, in JAX's order. Meshes and shardings made of them fit `lowtide.memory.analyze`.
+            `num_devices` devices, in JAX's order. `lowtide.memory.analyze` accepts meshes and shardings of them.
 
         Raises:
             TargetError: when the hardware is not present, and its compiler is not installed or refuses the target.
@@ -111,12 +109,12 @@ class Target:
 
     @property
     def is_ahead_of_time(self) -> bool:
-        """Whether the hardware is only described, so that programs compile for it but cannot run."""
+        """Whether the hardware is only described, so that programs can be compiled but not run."""
         return self.name not in ("here", "cpu")
 
 
 class Figures(TypedDict, total=False):
-    """Figures that a caller of `target` may give in place of the catalogue's."""
+    """Figures that a caller of `target` may set in place of those of the catalogue."""
 
     device_bytes: int | str
     hbm_bytes: int | str
@@ -128,7 +126,7 @@ class Figures(TypedDict, total=False):
 
 
 def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
-    """Return the hardware that a name stands for.
+    """Return the compile target with this name.
 
     Args:
         name: ``"here"`` (the default backend, all its devices), ``"cpu"``, a TPU chip and topology ``AxB`` or ``AxBxC``
@@ -139,7 +137,7 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
             `host_link_bandwidth` (bytes per second, or text such as ``"25 GB/s"``), `flops` (per second, in bf16).
 
     Returns:
-        The target. `targets` lists all of them.
+        The target. `targets` lists one for each chip.
 
     Raises:
         TargetError: for a name that is empty, unknown or ambiguous, a topology that no machine has, or when the
@@ -148,7 +146,7 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
             ``XLA_CLIENT_MEM_FRACTION`` that is not a number above 0.
 
     Memory:
-        None on any device, whatever the capacities.
+        None on any device.
 
     Examples:
         >>> target("cpu").device_bytes is None
@@ -168,11 +166,11 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
 
 
 def targets() -> tuple[Target, ...]:
-    """Return every target that `target` knows: this machine, its CPU, and each chip of the catalogue alone.
+    """Return a target for this machine, one for its CPU, and one for a single chip of each entry of the catalogue.
 
     Returns:
-        ``here``, ``cpu``, TPUs, GPUs. Chips have their smallest topology and come from the catalogue: their compilers
-        need not be installed, and are not loaded.
+        ``here``, ``cpu``, TPUs, GPUs. TPUs and GPUs come from the catalogue, with the topology of one chip. Their
+        compilers need not be installed.
 
     Raises:
         ConfigError: for an environment variable ``XLA_CLIENT_MEM_FRACTION`` that is not a number above 0.
@@ -191,12 +189,12 @@ def targets() -> tuple[Target, ...]:
 
 
 def catalogue_targets() -> tuple[Target, ...]:
-    """Return each chip of the catalogue alone, as in `targets`, without a call of JAX."""
+    """Return the targets of single chips in the catalogue, as in `targets`, without a call of JAX."""
     return tuple(_ahead_of_time_target(chip, chip.smallest) for chip in catalogue().chips.values())
 
 
 def resolve_target(target_or_name: Target | str | None) -> Target:
-    """Return the target for an argument: a `Target`, a name, or None for ``"here"``; raise as `target` for others."""
+    """Return the target of an argument: a `Target`, a name, or None for ``"here"``; errors are those of `target`."""
     if isinstance(target_or_name, Target):
         return target_or_name
     name = "here" if target_or_name is None else target_or_name
@@ -215,7 +213,7 @@ def _here() -> Target:
     # Only this process's own devices report their memory.
     local = [device for device in devices if getattr(device, "process_index", 0) == jax.process_index()]
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local] if platform != "cpu" else [None]
-    # A program has to fit on every device, so the smallest limit holds; it is unknown if any limit is.
+    # A program has to fit on every device, so the smallest limit counts; None if any limit is unknown.
     known_limits = [limit for limit in limits if limit]
     chip = catalogue().of_kind(devices[0].device_kind)
     return Target(
@@ -268,13 +266,13 @@ def _ahead_of_time_target(chip: Chip, topology: str) -> Target:
 
 
 def _override_figures(goal: Target, overrides: dict[str, int]) -> Target:
-    """Replace figures, and raise when more is reserved than usable, or more is usable than physically present."""
+    """Replace figures; raise `ConfigError` unless `reserve_bytes` < `device_bytes` <= `hbm_bytes`, where known."""
     if not overrides:
         return goal
     changed: dict[str, Any] = dict(overrides)
     is_ahead_of_time_gpu = goal.platform == "gpu" and goal.is_ahead_of_time
     if is_ahead_of_time_gpu and "hbm_bytes" in overrides and "device_bytes" not in overrides:
-        # device_bytes is a share of hbm_bytes, so it follows a given hbm_bytes.
+        # device_bytes is a share of hbm_bytes, so it changes with the caller's hbm_bytes.
         changed["device_bytes"] = int(overrides["hbm_bytes"] * _memory_fraction())
     sources = tuple(source for source in goal.sources if source.partition(":")[0] not in overrides)
     goal = dataclasses.replace(goal, **changed, sources=sources + tuple(f"{figure}: given" for figure in overrides))
@@ -293,14 +291,14 @@ def _override_figures(goal: Target, overrides: dict[str, int]) -> Target:
 
 
 def _memory_fraction() -> float:
-    """Return the share of a GPU's memory that JAX's allocator takes, read as jaxlib 0.10.2 does."""
+    """Return the share of a GPU's memory that JAX's allocator takes, from the variables that jaxlib 0.10.2 reads."""
     for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         text = os.environ.get(variable)
         if not text:
             continue
         with contextlib.suppress(ValueError):
             if float(text) > 0:
-                return min(float(text), 1.0)  # beyond 1, XLA borrows from the host
+                return min(float(text), 1.0)  # above 1, XLA adds host memory
         hint = "unset it, or set it to the share of memory that JAX may take, such as 0.9"
         raise ConfigError(f"the environment variable {variable} must be a number above 0, not {text!r}", hint=hint)
     return 0.75
@@ -346,10 +344,10 @@ def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tu
 
 
 def _find_ptxas() -> str | None:
-    """Find NVIDIA's assembler, which XLA starts for every kernel, or None; put it on PATH if XLA would miss it.
+    """Return the path of NVIDIA's assembler, or None; add its folder to PATH if XLA would not find it.
 
-    XLA searches ``--xla_gpu_cuda_data_dir``, PATH, ``/usr/local/cuda``, ``/opt/cuda``, and the wheels next to its
-    plugin. It does not find wheels elsewhere on `sys.path` (a user's folder below a virtual environment).
+    XLA runs it for every kernel. XLA searches ``--xla_gpu_cuda_data_dir``, PATH, ``/usr/local/cuda``, ``/opt/cuda`` and
+    the wheels next to its plugin, but not other wheels on `sys.path` (a user's folder below a virtual environment).
     """
     folders = re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
     toolkits = [f"{root}/bin" for root in (*folders, "/usr/local/cuda", "/opt/cuda")]
@@ -372,7 +370,7 @@ def _package_folders(package: str) -> list[str]:
 
 
 def _read_figures(values: Mapping[str, object]) -> dict[str, int]:
-    """Return sizes in bytes and rates per second as whole numbers; values may be text, and None is left out."""
+    """Return sizes in bytes and rates per second as whole numbers; values may be text, and None values are left out."""
     figures: dict[str, int] = {}
     for name, value in values.items():
         hint = 'give the number of devices in the name, as in "h100:8"' if name.startswith("num") else None

@@ -1,7 +1,4 @@
-"""Implementation of the pytest plugin: limits, scaling, placement and snapshots of compiled memory.
-
-No other package imports it.
-"""
+"""Implementation of the pytest plugin, imported only by it: limits, scaling, placement and snapshots of memory."""
 
 from ._memory import DeviceMemory as DeviceMemory
 from ._memory import Limit as Limit

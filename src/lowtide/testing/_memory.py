@@ -1,7 +1,8 @@
-"""The fixture `device_memory`: compile functions, keep their reports, and compare bytes with limits and snapshots.
+"""The fixture `device_memory` of the pytest plugin: compile functions, and check the memory in their reports.
 
-`Slope` says how bytes grow with a size, and `Ratio` how the bytes of two programs compare. `Limit` has the arguments of
-the marker, which are read before the test runs. Each failed assertion lists the largest owners and the changes.
+A *role* is a name for arguments, such as params. An *owner* is what a buffer belongs to, such as an argument. `Slope`
+has the bytes of a program at several sizes, and `Ratio` compares two programs. `Limit` has the arguments of the marker
+`device_memory_limit`, which are read before the test. Failed assertions list the largest owners and the changes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _UPDATE_FLAG = "--memory-snapshot-update"
 
 
 class DeviceMemory:
-    """Compile functions for a test and assert their bytes; every failure lists the owners.
+    """Compile functions in a test and check their bytes. Every failure lists the largest owners of memory.
 
     The object is mutable: it collects the reports in `reports`.
 
@@ -79,7 +80,7 @@ class DeviceMemory:
 
         Args:
             fn: the function.
-            *args: its arguments; shapes are enough.
+            *args: arguments of the function, or `jax.ShapeDtypeStruct`s.
             target: the target to compile for; None for the marker's target, or otherwise the local hardware.
             roles: names of the roles, and the arguments that have them.
             donate_argnums: as in `jax.jit`.
@@ -90,7 +91,7 @@ class DeviceMemory:
             The report.
 
         Raises:
-            AssertionError: when the bytes exceed the test's marker, with the largest owners at the peak.
+            AssertionError: when the bytes exceed the limit of the test's marker, with the largest owners at the peak.
             Exception: as `lowtide.memory.analyze`.
 
         Memory:
@@ -173,7 +174,7 @@ class DeviceMemory:
             make: takes a size and returns ``(fn, args)``, ``(fn, args, roles)``, a dict or a `Job`, as for
                 `lowtide.memory.extrapolate`.
             sizes: two or more, increasing: numbers of layers, batch sizes, or sequence lengths.
-            target: as for a call.
+            target: as for a call of this object.
             role: the role whose bytes at the peak are counted; None for all.
             space: the memory space.
             variable: name of one unit of the size, such as ``"layer"``.
@@ -210,9 +211,9 @@ class DeviceMemory:
 
         Args:
             numerator: a function of `args`, a report, or anything that `slope` accepts from `make`.
-            denominator: the same.
-            *args: the arguments of both.
-            target: as for a call.
+            denominator: as `numerator`.
+            *args: the arguments of both functions.
+            target: as for a call of this object.
             role: the role whose bytes at the peak are counted; None for all.
             **options: other arguments of a call: `roles`, `donate_argnums`, keyword arguments.
 
@@ -251,16 +252,16 @@ class DeviceMemory:
         """Fail unless a role's arguments are in host memory and not on the device.
 
         Args:
-            report: a report for a TPU, or for a GPU of this machine. Other targets are refused. The CPU's compiler has
-                one memory. Compile-only GPUs have no host memory for arguments, so a report for them only moves the
-                bytes that were declared for the host.
+            report: a report for a TPU, or for a GPU of this machine. Other targets are refused: a CPU has only one
+                memory. Compilers for absent GPUs have no host memory for arguments, so their reports only show the
+                placement that was declared.
             role: the role.
-            at_least: the fewest bytes of it on the host; None for any number above 0.
-            copies_at_most: the most bytes that copies of its arrays, as streaming makes them, take on the device at the
-                peak; None for any number.
+            at_least: the fewest bytes of the role on the host; None for any number above 0.
+            copies_at_most: the most bytes at the peak of device copies of the role's arrays, which streaming makes;
+                None for any number.
 
         Raises:
-            AssertionError: with the owners.
+            AssertionError: with the largest owners.
             ConfigError: for a target whose reports do not prove placement, an unknown role, or an invalid size.
         """
         __tracebackhide__ = True
@@ -296,7 +297,7 @@ class DeviceMemory:
 
         Args:
             report: the report.
-            name: of this snapshot, where a test takes several.
+            name: name of this snapshot, for a test with several.
             tolerance: allowed difference of device and host bytes, up or down: bytes, or a share such as ``"1 %"``.
 
         Raises:
@@ -328,12 +329,12 @@ class Slope:
 
     @property
     def num_bytes(self) -> tuple[int, ...]:
-        """Bytes at the peak of the program, for every size."""
+        """Bytes at the peak, for every size."""
         return tuple(_role_bytes(report, self.role, self.space) for report in self.reports)
 
     @property
     def bytes_per_unit(self) -> int:
-        """Slope of the linear least-squares fit."""
+        """Slope of a linear least-squares fit of the bytes to the sizes."""
         return round(float(np.polyfit(self.sizes, self.num_bytes, 1)[0]))
 
     def assert_slope_at_most(self, limit: str | int) -> None:
@@ -409,7 +410,7 @@ class Ratio:
 
         Raises:
             AssertionError: with both sizes, the owners of the first program, and the difference.
-            ConfigError: as `value`.
+            ConfigError: when the second program has no bytes of the role.
         """
         __tracebackhide__ = True
         if self.value > limit:
@@ -481,21 +482,18 @@ class Limit:
 
 
 def _need_text(subject: str, needed: int, allowed: int) -> str:
-    """Return the beginning of the text of a failed limit."""
+    """Return the first words of the message for a failed limit."""
     return f"{subject} was limited to {format_bytes(allowed)} but needs {_beyond_text(needed, allowed)}"
 
 
 def _beyond_text(needed: int, allowed: int) -> str:
-    """Return bytes beyond a limit as text, with the excess where both texts would be the same."""
+    """Format bytes above a limit; if the limit has the same text, append the excess."""
     text = format_bytes(needed)
     return text if text != format_bytes(allowed) else f"{text} ({format_bytes(needed - allowed)} more)"
 
 
 def _tolerated_bytes(tolerance: str | int, total: int) -> int:
-    """Return the bytes of a tolerance: a size such as ``"2 MiB"``, or a share of `total` such as ``"1 %"``.
-
-    Raises `ConfigError` for text that is neither.
-    """
+    """Convert a tolerance, a size or a share of `total` such as ``"1 %"``, to bytes; raise `ConfigError` for others."""
     share = _PERCENT.fullmatch(tolerance) if isinstance(tolerance, str) else None
     if share is not None:
         return int(float(share[1]) / 100 * total)
@@ -539,10 +537,7 @@ def _difference_text(before: MemoryReport, after: MemoryReport, *, top: int = 8)
 
 
 def _role_bytes(report: MemoryReport, role: str | None, space: str = "device") -> int:
-    """Return the bytes at the peak of one role, or of all.
-
-    Raises `ConfigError` for a role that the report does not have, so that a mistyped role does not pass as 0 bytes.
-    """
+    """Return the bytes at the peak of one role, or of all; raise `ConfigError` for a role that the report lacks."""
     _check_role(report, role)
     peak = report.host_peak if space == "host" else report.peak
     return sum(b.num_bytes for b in peak if role is None or b.role == role)
@@ -637,13 +632,13 @@ def _changes(before: MemoryReport, now: MemoryReport, tolerance: str | int) -> l
 
 
 def _after_text(old: int, new: int) -> str:
-    """Format a size, with the difference where the text would equal that of the other size."""
+    """Format the new size; if the old one has the same text, append the difference."""
     text = format_bytes(new)
     return text if text != format_bytes(old) else f"{text} ({new - old:+,} B)"
 
 
 def _key(report: MemoryReport) -> str:
-    """Return the target, and the versions that determine its figures."""
+    """Return the key of a snapshot: the target, and the package versions that determine its figures."""
     goal = report.target
     needed = ["jax", "jaxlib", *(["libtpu"] if goal.platform == "tpu" else [])]
     if goal.platform == "gpu":
@@ -663,7 +658,7 @@ def _file_name(test: str, name: str | None) -> str:
 
 def _at_peak(report: MemoryReport) -> MemoryReport:
     """Reduce a report to the buffers that are alive at the peaks."""
-    # The reduced report has one moment, the peak of both spaces, at which all of its buffers are alive.
+    # The reduced report has one moment, at which all of its buffers are alive. It stands for the peaks of both spaces.
     alive = (*report.peak, *report.host_peak)
     return dataclasses.replace(
         report,

@@ -8,8 +8,9 @@ the schedule that fits the memory of the device best.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -147,7 +148,7 @@ class CompiledStep:
 
     def _free_bytes(self, report: MemoryReport) -> int | None:
         """Return the bytes that a step leaves free on a device; negative if it is too large, None if unknown."""
-        usable = report.target.device_bytes if self.budget_bytes is None else self.budget_bytes
+        usable = report.target.budget_bytes if self.budget_bytes is None else self.budget_bytes
         return None if usable is None else usable - report.device_bytes
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
@@ -155,28 +156,21 @@ class CompiledStep:
         program = compile(self._jitted(self._step_for(batch)), *self._arguments(batch))
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
 
-    def run(self, batch: Tree) -> Tree:
-        """Take one step, and return its metrics as device arrays."""
-        program, on_device = self.prepare(batch)
-        # No interrupt between the call and `set`: the call donates the old state, so the new one must not be lost.
-        with delay_signals():
-            metrics = self.dispatch(program, on_device)
-        return self._processes.wait_on_cpu(metrics)
-
-    def prepare(self, batch: Tree) -> tuple[Any, Tree]:
-        """Return the compiled program of a step and the batch on the devices; borrow the arrays of a `ModelObject`."""
+    @contextlib.contextmanager
+    def dispatched(self, batch: Tree) -> Generator[Tree]:
+        """Dispatch one step, and delay signals until the end of a block that gets its metrics as device arrays."""
         self._store.refuse_averaged("a step")
         self._store.borrow()
         on_device = self.place(batch)
-        compiled = self.compile(on_device)
-        self._refuse_large(self._report(compiled), batch)
-        return compiled, on_device
-
-    def dispatch(self, program: Any, on_device: Tree) -> Tree:
-        """Run a prepared step, store the new state, and return the metrics; the caller has to delay signals."""
-        trainable, opt_state, mutable, step, metrics = called(program, *self._arguments(on_device))
-        self._store.set(TrainState(step, trainable, opt_state, mutable))
-        return metrics
+        program = self.compile(on_device)
+        self._refuse_large(self._report(program), batch)
+        # No interrupt between the call and `set`: the call donates the old state, so the new one must not be lost.
+        with delay_signals():
+            trainable, opt_state, mutable, step, metrics = called(program, *self._arguments(on_device))
+            self._store.set(TrainState(step, trainable, opt_state, mutable))
+            del trainable, opt_state, mutable, step  # the traceback of an interrupt must not keep the state alive
+            yield metrics
+        self._processes.wait_on_cpu(metrics)
 
     def place(self, batch: Tree, *, is_training: bool = True) -> Tree:
         if self._sharding is None:

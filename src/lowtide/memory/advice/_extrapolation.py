@@ -1,7 +1,7 @@
-"""Find the largest size that fits: fit bytes on a few small programs, then compile the answer.
+"""Find the largest size, such as a batch size, at which a program fits into memory.
 
-The fit only directs the search. Both the answer and the next size, which does not fit, are compiled. Elsewhere the
-search assumes that bytes never decrease with the size.
+A polynomial fitted to the bytes of a few small programs only directs the search. The answer and the next size, which
+does not fit, are both compiled. For all other sizes the search assumes that bytes never decrease with the size.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _GOOD_RESIDUAL = 0.05
-"""Largest error of a good fit at the held-out size, as a share of the growth."""
+"""Largest error of a good polynomial at the held-out size, as a share of the growth."""
 _LINEAR_RESIDUAL = 0.002
-"""Largest error of a line that needs no fourth size: a small curvature at small sizes is large at large sizes."""
+"""Largest error of a line that needs no fourth size, as a share of the growth: curvature grows with the size."""
 _MAX_DOUBLINGS = 3
-"""Number of times to double the largest size if the fit is poor or flat: small sizes may be only padding."""
+"""Largest number of doublings of the last size if the fit is poor or flat: small sizes may be only padding."""
 _MAX_SIZE = 2**40
 """Largest size of the search."""
 
@@ -44,10 +44,8 @@ class ByteFit:
     coefficients: tuple[float, ...]
     """Constant, bytes per unit, and for a quadratic fit bytes per squared unit."""
     residual: float | None
-    """Error of the largest size when predicted from the others, as a share of the growth from the smallest size.
-
-    None with too few sizes to hold one out.
-    """
+    """Error of the largest size when predicted from the other sizes, as a share of the growth from the smallest size.
+    None if there are too few sizes to hold one out."""
 
     @property
     def is_good(self) -> bool:
@@ -61,7 +59,7 @@ class ByteFit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SizePoint:
-    """A compiled size.
+    """A size whose program was compiled, with its bytes.
 
     Examples:
         >>> SizePoint(size=2, device_bytes=64, host_bytes=0, fits=True, predicted_bytes=None).size
@@ -75,9 +73,9 @@ class SizePoint:
     host_bytes: int
     """Compiled bytes in host memory."""
     fits: bool
-    """Whether both fit."""
+    """Whether the bytes are within the limits of device and host."""
     predicted_bytes: int | None
-    """Device bytes that the fit predicted; None for a size that the fit was made from."""
+    """Device bytes that the fit predicted; None for a size from which the fit was made."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -111,7 +109,7 @@ class Extrapolation:
         return self.fit.predict(self.answer)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain data, with sizes in integer bytes."""
+        """Return the result as plain data with integer bytes, without `host_fit`, `by_role` and most of `report`."""
         return {
             "variable": self.variable,
             "target": self.target.name,
@@ -187,12 +185,12 @@ def extrapolate(
     multiple_of: int = 1,
     variable: str = "n",
 ) -> Extrapolation:
-    """Find the largest size of a program that fits: a batch, a number of layers, a length of sequences.
+    """Find the largest size of a program that fits, such as a batch size, number of layers or sequence length.
 
     Args:
-        make: a function from a size to a `Job`, ``(fn, args)``, ``(fn, args, roles)`` or a dict of the same. If it has
-            a parameter ``target``, it receives the `Target`.
-        sizes: small sizes to compile first, increasing. With three or more, the fit is checked at the largest.
+        make: a function from a size to a `Job`, ``(fn, args)``, ``(fn, args, roles)``, or a dict with fields of `Job`
+            as keys. If it has a parameter ``target``, it receives the `Target`.
+        sizes: small sizes to compile first, increasing. With three or more, the largest checks the fit.
         limit: limit in bytes on one device (``"14 GiB"``); None for the usable bytes of the target.
         target: as in `analyze`.
         maximum: the largest size to consider.
@@ -200,8 +198,8 @@ def extrapolate(
         variable: name of the size in printed results.
 
     Returns:
-        The answer with its compiled report. The answer and the next size were compiled: the first fits, the second does
-        not, unless the answer is the maximum. Host memory counts, too, if the target states its host memory.
+        The answer with its compiled report. The next size was compiled, too, and does not fit, unless the answer is the
+        maximum. Host memory also limits the size if the target has a figure for it.
 
     Raises:
         ConfigError: for sizes that are not two or more increasing numbers; for an invalid `limit`, `maximum` or
@@ -211,7 +209,7 @@ def extrapolate(
         Exception: any exception of `make` or the compiler, unchanged.
 
     Memory:
-        None on the target. A few programs are compiled in this process, one after the other.
+        Nothing is allocated on the target. A few programs are compiled in this process, one after the other.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -252,14 +250,15 @@ def extrapolate(
 
 
 def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
-    """Fit bytes by increasing size with a line, or a parabola if it predicts the largest size better."""
+    """Fit points (size, bytes), in increasing order, with a line, or with a parabola if it is much better."""
     (last_size, last_bytes), other_points = points[-1], points[:-1]
     best: tuple[float, int] | None = None
     for degree in range(1, min(2, len(other_points) - 1) + 1):
         guess = ByteFit(coefficients=_polynomial(other_points, degree), residual=None).predict(last_size)
         residual = abs(guess - last_bytes) / max(abs(last_bytes - other_points[0][1]), 1)
         bends_down = degree == 2 and _polynomial(points, 2)[2] < 0
-        # Both fit points on a line, so take the parabola only if it at least halves the residual and bends upwards.
+        # A parabola also fits points on a line. So take it only if the line has a notable error, the parabola less than
+        # half of it, and no downward bend.
         if best is None or (best[0] > _LINEAR_RESIDUAL and residual < best[0] / 2 and not bends_down):
             best = residual, degree
     residual, degree = best or (None, 1)
@@ -274,7 +273,7 @@ def _polynomial(points: Sequence[tuple[int, int]], degree: int) -> tuple[float, 
 
 
 def _midpoint(low: int, high: int | None) -> int:
-    """Return the middle of two steps (their geometric mean if they are far apart); twice `low` without a `high`."""
+    """Return the mean of two steps of a `_Search` (geometric if they are far apart); without a `high`, twice `low`."""
     if high is None:
         return 2 * low
     return math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
@@ -330,7 +329,7 @@ class _Search:
         )
 
     def role_fits(self) -> dict[str, ByteFit]:
-        sizes = sorted(self.reports)[:4]  # the further sizes are near the answer
+        sizes = sorted(self.reports)[:4]  # larger sizes are close together, near the answer
         peaks = {size: self.reports[size].peak_by_role for size in sizes}
         roles = dict.fromkeys(role for peak in peaks.values() for role in peak)
         lines = {role: _polynomial([(size, peak.get(role, 0)) for size, peak in peaks.items()], 1) for role in roles}
@@ -384,7 +383,7 @@ class _Search:
         return low * self.multiple_of
 
     def following(self, answer: int) -> SizePoint | None:
-        """Find the smallest compiled size above the answer, if it shows that the next multiple does not fit."""
+        """Return the next compiled size that does not fit, at most `multiple_of` above the answer; None without one."""
         above = [p for p in self.points.values() if answer < p.size <= answer + self.multiple_of and not p.fits]
         return min(above, key=lambda p: p.size, default=None)
 
@@ -392,7 +391,7 @@ class _Search:
         return step * self.multiple_of in self.points
 
     def _predict_step(self, fit: ByteFit, host_fit: ByteFit, low: int) -> int:
-        """Return the largest step that fits according to the fits."""
+        """Return the largest step that is predicted to fit; raise `ConfigError` if every step is, without a maximum."""
 
         def fits(step: int) -> bool:
             size = step * self.multiple_of
@@ -418,8 +417,8 @@ class _Search:
         )
 
     def _next_step(self, low: int, high: int | None, num_probes: int) -> int:
-        """Return the next step to compile: where the line through the nearest sizes meets the limit."""
-        # Every third time it is the middle of the range, so that a bad slope cannot slow the search down for long.
+        """Return the next step to compile: where the line through the sizes nearest to the limit meets the limit."""
+        # Every third time, return the middle of the range, so that a bad slope cannot slow the search down for long.
         if num_probes % 3 == 0:
             return _midpoint(low, high)
         below = [p for p in self._sorted_points() if p.fits]

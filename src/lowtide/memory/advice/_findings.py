@@ -23,11 +23,11 @@ class Finding:
     """
 
     rule: str
-    """One of `RULES`."""
+    """Name of the rule that found it."""
     path: str
     """Tree path of the argument or output, or the checkpoint name."""
     num_bytes: int
-    """Bytes on one device that it takes."""
+    """Unnecessary bytes on one device."""
     remedy: str
     """How to avoid it."""
     detail: str = ""
@@ -45,7 +45,7 @@ def leaf_finding(rule: str, leaf: ArgumentLeaf, *, detail: str = "", remedy: str
 
 
 class Step(NamedTuple):
-    """A compiled step, which every rule reads. Without a dump it has no owners, and with only a dump no jaxpr."""
+    """A compiled step, which every rule reads. `owners` is None without a dump, `jaxpr` with only a dump."""
 
     report: MemoryReport
     owners: Owners
@@ -55,13 +55,13 @@ class Step(NamedTuple):
 Part = Literal["owners", "jaxpr"]
 RuleFunction = Callable[[Step], Iterator[Finding]]
 RULES: dict[str, str] = {}
-"""Rules and their meaning."""
+"""Maps names of rules to their meaning."""
 RULE_FUNCTIONS: list[tuple[RuleFunction, frozenset[Part]]] = []
-"""Functions of the rules, each with the parts of a step without which it does not run."""
+"""Functions of the rules, each with the parts of a step that it needs."""
 
 
 def rule(meanings: Mapping[str, str], *, needs: Sequence[Part] = ("owners",)) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a function that yields findings of one or several rules, with the meaning of each."""
+    """Register a function that yields findings of one or several rules; `meanings` maps the rules to their meaning."""
     assert not RULES.keys() & meanings.keys()
     RULES.update(meanings)
 

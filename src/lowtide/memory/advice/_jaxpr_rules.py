@@ -1,4 +1,4 @@
-"""Lint rules on the traced function: names, constants, unused offload, multiplied-out adapters, duplicated averages."""
+"""Lint rules that read the traced function: checkpoint names, constants, offloading, adapters, equal averages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from ...core import format_bytes, is_own_name, leaf_bytes
 from ...jaxprs import bodies, consts_of, equations, fold, kind_of, opened, policy_names, saves_name, source_line, walk
 from ._findings import Finding, Step, leaf_finding, rule
-
-# --- names ---------------------------------------------------------------------------------------------------------
 
 
 @rule(
@@ -25,7 +23,7 @@ def _checkpoint_names(step: Step) -> Iterator[Finding]:
     """Find names that only a policy or only a `checkpoint_name` contains."""
     tags, policies = _tags_and_policies(step.jaxpr)
     mentioned_names = set[str]().union(*(names for _, names in policies))
-    # A policy has no effect for a misspelt name.
+    # Names in no policy: a policy that misspells a name has no effect on it.
     unmatched_tags = {name: size for name, size in tags.items() if name not in mentioned_names}
     for name in sorted(mentioned_names - set(tags)):
         listing = ", ".join(f"{tag} ({format_bytes(size)})" for tag, size in sorted(unmatched_tags.items())) or "none"
@@ -37,7 +35,7 @@ def _checkpoint_names(step: Step) -> Iterator[Finding]:
             remedy="write the name as in jax.ad_checkpoint.checkpoint_name, or remove it from the policy",
         )
     saved_names = {name for _, names in policies for name, is_saved in names.items() if is_saved}
-    # Values of names that no policy requests or saves are recomputed.
+    # Values are recomputed if no policy mentions or saves their name.
     unused_tags = {tag for tag in unmatched_tags if not any(saves_name(policy, tag) for policy, _ in policies)}
     if not saved_names:
         # Only names inside `jax.checkpoint` count, since libraries name values for optional policies.
@@ -57,7 +55,7 @@ def _checkpoint_names(step: Step) -> Iterator[Finding]:
 
 
 def _tags_and_policies(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
-    """Return the bytes of each `checkpoint_name`, and each policy with the names that it mentions."""
+    """Return the bytes of each `checkpoint_name`, and each policy with its names and whether it saves them."""
     tags, policies = dict[str, int](), dict[int, Any]()
     for equation, runs in _with_runs(jaxpr):
         if equation.primitive.name == "name" and not is_own_name(equation.params["name"]):
@@ -75,13 +73,10 @@ def _with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
 
 
 def dtypes(jaxpr: Any) -> set[str]:
-    """Return XLA's names of the types that the function casts to, or that its arguments have."""
+    """Return XLA's names of the dtypes that the function casts to, and of those that its arguments have."""
     casts = {str(e.outvars[0].aval.dtype) for e in equations(jaxpr) if e.primitive.name == "convert_element_type"}
     arguments = {str(variable.aval.dtype) for variable in jaxpr.jaxpr.invars if hasattr(variable.aval, "dtype")}
     return {name.replace("bfloat", "bf").replace("float", "f").replace("_", "") for name in casts | arguments}
-
-
-# --- constants and host memory -------------------------------------------------------------------------------------
 
 
 @rule({"large-constant": "the function closes over a large array, which becomes part of the program"}, needs=("jaxpr",))
@@ -118,14 +113,11 @@ def _unused_offload(step: Step) -> Iterator[Finding]:
         )
 
 
-# --- adapters ------------------------------------------------------------------------------------------------------
-
-
 class _Origin(NamedTuple):
     """Relation of a value to the step's arguments."""
 
     leaf: int | None = None
-    """Argument of which the value is a copy, a cast or a part; for a product, that of the first factor."""
+    """Argument of which the value is a copy, a cast or a part; for a product, the argument of the first factor."""
     inner_dim: int | None = None
     """Size of the summed axes, for a product of two arguments."""
 
@@ -182,15 +174,12 @@ def _multiplied_out(step: Step) -> Iterator[Finding]:
         )
 
 
-# --- equal states --------------------------------------------------------------------------------------------------
-
-
 @rule(
     {"duplicated-average": "two states of the step are updated in the same way from the same values"},
     needs=("jaxpr", "owners"),
 )
 def _duplicated_averages(step: Step) -> Iterator[Finding]:
-    """Find states with equal update formulas that no pass reads, such as two averages of the same weights."""
+    """Find states with equal update formulas that no gradient reads, such as two averages of the same weights."""
     open_jaxpr, owners = step.jaxpr.jaxpr, step.owners
     if len(open_jaxpr.invars) != len(owners.leaves) or len(open_jaxpr.outvars) != len(owners.outputs):
         return
@@ -219,7 +208,7 @@ class _Formulas:
     def __init__(self, jaxpr: Any, states: list[Any]) -> None:
         self._numbers: dict[Any, int] = {var: hash(("state", str(var.aval))) for var in states}
         self._dependents = set(states)
-        # In program order, so that even a long program needs no recursion.
+        # Go through equations in program order: recursion would be too deep for a long program.
         for equation in jaxpr.eqns:
             inputs = tuple(self._number(variable) for variable in equation.invars)
             params = tuple((key, _comparable(value)) for key, value in sorted(equation.params.items()))
@@ -243,7 +232,7 @@ def _is_literal(variable: Any) -> bool:
 
 
 def _comparable(value: Any) -> object:
-    """Make a parameter of an operation comparable; inner programs by identity, since a jitted function has one."""
+    """Make a parameter of an operation comparable: a jaxpr by identity, since a jitted function has only one."""
     if isinstance(value, (list, tuple)) and any(map(_is_program, value)):
         return tuple(map(id, value))
     return id(value) if _is_program(value) else str(value)

@@ -41,11 +41,11 @@ def lint(
     """Compile a step, and find memory that it uses without need.
 
     Args:
-        fn: the step, as in `lowtide.memory.compile`.
+        fn: the step, as in `lowtide.memory.analyze`.
         *args: its arguments, or shapes of them.
         target: target to compile for.
         roles: as in `lowtide.memory.analyze`; no rule needs them.
-        min_bytes: fewest bytes of a finding, or text such as ``"1 MiB"``; unmatched checkpoint names may have none.
+        min_bytes: smallest finding to report, in bytes or as ``"1 MiB"``; unmatched checkpoint names always remain.
         donate_argnums: as in `jax.jit`.
         static_argnums: as in `jax.jit`.
         **kwargs: keyword arguments of `fn`.
@@ -66,8 +66,8 @@ def lint(
         >>> [finding.rule for finding in lint(lambda w, g: w - 0.1 * g, w, w)]
         ['undonated-state']
     """
-    program = compile_program(fn, args, kwargs, target, donate_argnums, static_argnums)
     limit = parse_bytes(min_bytes)
+    program = compile_program(fn, args, kwargs, target, donate_argnums, static_argnums)
     report, owners = examine(program, roles)
     findings = run_rules(owners, report, program.jaxpr, {"jaxpr"} if owners is None else {"jaxpr", "owners"})
     large_findings = [f for f in findings if f.num_bytes >= limit or f.rule == "checkpoint-name-unmatched"]
@@ -77,10 +77,10 @@ def lint(
 def run_rules(
     owners: Owners | None, report: MemoryReport, jaxpr: Any = None, parts: Set[Part] = frozenset({"owners"})
 ) -> list[Finding]:
-    """Run the rules that need no other parts of the step; by default, those on the compiled program."""
+    """Run the rules that need only `parts` of a step; by default, the rules that read only the compiled program."""
     step = Step(report, cast(Owners, owners), jaxpr)
     findings = [finding for function, needs in RULE_FUNCTIONS if needs <= parts for finding in function(step)]
-    # A more specific finding for the same bytes.
+    # A finding of `copied-in-loop` is more specific for the same bytes.
     copied_paths = {f.path for f in findings if f.rule == "copied-in-loop"}
     return [f for f in findings if f.rule != "rebuilt-state" or f.path not in copied_paths]
 
@@ -134,7 +134,7 @@ def _rebuilt_state(step: Step) -> Iterator[Finding]:
         if output in owners.in_place and owners.leaves[index].donated
     }
     for buffer in step.report.peak:
-        # The output is in the argument's buffer, so this is a second buffer that is copied there at the end.
+        # The output is in the argument's buffer, so this is a second buffer, which is copied into it at the end.
         if buffer.role == "outputs" and buffer.path in donated_leaves and "while/body" in buffer.scope:
             extra_bytes[buffer.path] += buffer.num_bytes
     for path, num_bytes in extra_bytes.items():
@@ -255,7 +255,7 @@ def _norms_over_frozen(step: Step) -> Iterator[Finding]:
 
 
 def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:
-    """Return the sorted dimensions of every floating-point leaf."""
+    """Return the sorted dimensions of every floating-point leaf, by index of the leaf."""
     graph = owners.dataflow.graph
     return {index: _sorted_dims(graph, value) for value, index in owners.parameters.items() if graph.is_floating(value)}
 
@@ -301,7 +301,7 @@ def _residual_copies(step: Step) -> Iterator[Finding]:
             # Neither a barrier nor jax.checkpoint keeps a compiler from casting all layers before the loop.
             remedy = f"pass it in {buffer.dtype}, since it is frozen"
         elif buffer.source and (traced_dtypes is None or buffer.dtype in traced_dtypes):
-            # Otherwise the compiler made it, such as the bfloat16 inputs of TPU products.
+            # A copy in any other dtype is made by the compiler, such as the bfloat16 inputs of TPU products.
             rule = "residual-copy"
             remedy = "recompute it with jax.checkpoint around the cast or gather and the product that reads it; or "
             remedy += "compute it once, outside the loop"
@@ -418,7 +418,7 @@ def _largest_branch(graph: Graph, copies: list[Value]) -> list[Value]:
     return [copy for branches in groups.values() for copy in max(branches.values(), key=len)]
 
 
-# --- what is held at once --------------------------------------------------------------------------------------------
+# --- arrays held at once ---------------------------------------------------------------------------------------------
 
 
 @rule({"stacked-gradients": "the gradients of many microbatches or examples are held at once before they are summed"})
@@ -499,7 +499,7 @@ def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
 
 
 def _is_hidden_width(owners: Owners, columns: int, sizes: set[int]) -> bool:
-    """Return whether the forward pass multiplies arrays of the logits' size, as it does for a wide hidden layer."""
+    """Return whether a product of the logits' size enters another forward product, as in a wide hidden layer."""
     flow, graph = owners.dataflow, owners.dataflow.graph
     for instr_id, instruction in graph.instructions.items():
         if instruction.opcode not in _PRODUCTS or flow.phase((instr_id, ())) != "forward":

@@ -1,8 +1,8 @@
-"""Explain out-of-memory errors: owners of the bytes at the peak of the failed program, and remedies.
+"""Explain out-of-memory errors: which arrays use the memory at the peak of the failed program, and remedies.
 
-The `explain_oom` block records the programs that JAX compiles inside it. When memory runs out, the failed program (at
-run time, the largest one) is compiled again with a dump, which gives the owners. So the block costs nothing until a
-failure. It explains both a TPU program that the compiler refuses and a GPU program whose allocation fails.
+The `explain_oom` block records the programs that JAX compiles inside it. When memory runs out, the failed program is
+compiled again with a dump, which shows the owners of the bytes. At run time the largest program counts as the failed
+program. So the block costs nothing until a failure, in the compiler (as on a TPU) or in an allocation (as on a GPU).
 """
 
 from __future__ import annotations
@@ -38,24 +38,21 @@ def explain_oom(
     top: int = 12,
     html: str | Path | None = None,
 ) -> Generator[None]:
-    """Replace an out-of-memory error inside the block with an error that lists the owners of the bytes.
+    """Replace an out-of-memory error inside the block with an error that lists which arrays use the memory.
 
     Put the block around everything that may fail, including first calls: it does not record earlier compilations.
 
     Args:
-        target: the hardware, for its capacity; None for the hardware at hand. Set it for programs that are compiled
-            ahead of time.
+        target: the hardware, for its capacity; None for the attached hardware. Set it for ahead-of-time compilation.
         roles: roles of arguments by their parameter names in the failing function (``{"params": "weights"}``); by
             default each argument is a separate role.
         top: number of owners and remedies in the message.
-        html: path for the report's page; None writes no page.
-
-    Yields:
-        Nothing.
+        html: path of an HTML page to write with the report; None writes no page.
 
     Raises:
-        OutOfMemoryError: instead of JAX's error, which is its cause. Code can read its `report` and `remedies`. If the
-            explanation fails, or no program was compiled in the block, JAX's error is raised with a note.
+        OutOfMemoryError: replaces JAX's error, its ``__cause__``. Its `report` and `remedies` hold the explanation. If
+            that fails, or no program was compiled in the block, JAX's error is raised with a note.
+        TargetError: for an unknown target.
 
     Memory:
         Programs compiled inside the block are kept until its end. After a failure one of them is compiled again, on
@@ -66,6 +63,8 @@ def explain_oom(
         >>> with explain_oom():
         ...     total = jax.jit(jnp.sum)(jnp.ones(8))
     """
+    if target is not None:
+        target = resolve_target(target)
     with watch_compilations() as compilations:
         try:
             yield
@@ -133,21 +132,21 @@ def shortage(
     top: int = 12,
     hint: str = _HINT,
 ) -> OutOfMemoryError:
-    """Build the error for a program that is too large, with the owners of its bytes and remedies.
+    """Build the error for a program that is too large, with the arrays that use its memory, and remedies.
 
     Args:
         program: a program from `lowtide.memory.compile`.
         when: text that states when memory ran out.
         roles: role names and their arguments, as in `lowtide.memory.analyze`.
-        budget_bytes: the limit in bytes; by default the `device_bytes` of its target.
+        budget_bytes: the limit in bytes; None means `budget_bytes` of the program's target.
         top: number of owners and remedies in the message.
         hint: the hint of the error.
 
     Returns:
-        The error, for the caller to raise. Code can read its `report` and `remedies`.
+        The error, for the caller to raise. It has the attributes `report` and `remedies`.
 
     Raises:
-        ConfigError: for roles that do not fit the arguments.
+        ConfigError: for invalid `roles`, as in `lowtide.memory.analyze`.
 
     Memory:
         Reads the compiler's dump; allocates nothing on the device.
@@ -178,7 +177,7 @@ def _out_of_memory_error(
     remedies = () if owners is None else ranked(suggest(report, owners, run_rules(owners, report)), report)
     text = io.StringIO()
     report.print(Console(file=text, width=120, no_color=True), top=top)
-    usable = report.target.device_bytes if budget_bytes is None else budget_bytes
+    usable = report.target.budget_bytes if budget_bytes is None else budget_bytes
     capacity = f"{format_bytes(usable)} usable" if usable is not None else "capacity unknown"
     listing = "\n".join(f"  {number}. {remedy}" for number, remedy in enumerate(remedies[:top], start=1))
     message = (

@@ -1,9 +1,9 @@
-"""Ranked remedies that lower the memory of a step, with estimated or compiled savings.
+"""Remedies (changes that lower the memory of a step), ranked by estimated or compiled savings.
 
 An estimate removes buffers from the report's timeline and computes the new peak. So buffers that are not live at the
-peak add nothing to the estimate. Some remedies only change how the step is called (donation, sharding, the batch). If
-the step is available, they are applied and compiled, and the saving is the compiler's figure. For the other remedies
-the estimate is an upper bound, since the replacement of a buffer (recomputation, transfers) takes memory, too.
+peak add nothing to the estimate. Remedies that only change how the step is called (donation, sharding, the batch) can
+be applied and compiled; their saving is then the compiler's figure. For other remedies the estimate is an upper bound,
+since the replacement of a buffer (recomputation, transfers) takes memory, too.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class Remedy:
     """``donate``, ``split-frozen``, ``offload-optimizer``, ``low-precision-optimizer``, ``recompute``, ``chunk-loss``,
     ``shard``, ``smaller-batch`` or a rule of `lowtide.memory.lint`."""
     action: str
-    """Description of the change."""
+    """Text that describes the change."""
     estimated_bytes: int
-    """Device bytes that it saves at the peak, estimated from the report."""
+    """Device bytes that the change saves at the peak, estimated from the report."""
     range_bytes: tuple[int, int] | None = None
-    """Least and most bytes that it saves, if the report gives only a range; otherwise None."""
+    """Least and most bytes that the change saves, if the report gives only a range; otherwise None."""
     compiled_bytes: int | None = None
-    """Device bytes that it saves when compiled; None if it was not compiled."""
+    """Device bytes that the change saves when compiled; None if it was not compiled."""
     apply: Callable[[], Program] | None = dataclasses.field(default=None, repr=False, compare=False)
-    """Function that compiles the step with the remedy; None if the code of the step has to change."""
+    """Function that compiles the step with the remedy; None if the code of the step has to change, or is unknown."""
 
     @property
     def saving_bytes(self) -> int:
@@ -94,7 +94,7 @@ def remedies(
     """Rank the changes that would lower the memory of a step.
 
     Args:
-        fn: the step, as in `lowtide.memory.compile`.
+        fn: the step, as in `lowtide.memory.analyze`.
         *args: its arguments, or shapes of them.
         target: target to compile for.
         roles: as in `lowtide.memory.analyze`.
@@ -135,13 +135,10 @@ def advise(
         verify: as in `remedies`, with a further compilation for each remedy that only changes how the step is called.
 
     Returns:
-        The report, and the remedies in the form of `remedies`.
+        The report, and the remedies as `remedies` returns them; no remedies without the compiler's dump.
 
     Raises:
         Exception: as `lowtide.memory.analyze`.
-
-    Memory:
-        Nothing is allocated on the target.
     """
     call = _Call(job, target)
     program = call.compile()
@@ -174,7 +171,7 @@ def _verify(remedy: Remedy, report: MemoryReport) -> Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A step and its target, from which changed calls are derived."""
+    """A call of a step on a target; methods derive changed calls."""
 
     job: Job
     target: Target | str | None
@@ -203,7 +200,7 @@ class _Call:
 def suggest(
     report: MemoryReport, owners: Owners, findings: Sequence[Finding], call: _Call | None = None, batch: str = "batch"
 ) -> tuple[Remedy, ...]:
-    """Return the remedies for a report, with estimated savings; without a `call` of the step none can be applied."""
+    """Return the remedies for a report, with estimated savings; without a `call`, none has a function `apply`."""
     candidates = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
     candidates += _optimizer_state(report, owners)
     candidates += [*_recomputations(report), *_chunked_loss(report, owners), *_sharded_arguments(report, owners, call)]
@@ -461,7 +458,7 @@ def _recomputations(report: MemoryReport) -> Iterable[Remedy]:
                 "put the layers into jax.lax.scan, with jax.checkpoint around its body (outside a loop, the CPU "
                 "compiler before JAX 0.12 merges recomputation with the forward pass, or does all of it at once)"
             )
-        # Count all buffers of the function, not only those at the peak: before it, the same arrays are other buffers.
+        # Count the function's buffers at all times: before the peak, other buffers hold the same arrays.
         saved_bytes = _saving(
             report, lambda b, function=function: float(_is_residual(b, report) and _source_function(b) == function)
         )
@@ -472,7 +469,7 @@ def _recomputations(report: MemoryReport) -> Iterable[Remedy]:
 
 def _is_residual(buffer: Buffer, report: MemoryReport) -> bool:
     """Return whether a buffer is kept for the backward pass; on a CPU also recomputed values outside loops."""
-    # The CPU compiler may run such recomputation all at once, so that its values are live at the same time.
+    # The CPU compiler may run recomputation outside loops all at once, so that its values are live at the same time.
     is_at_once = report.target.platform == "cpu" and not _is_in_loop(buffer)
     return buffer.role == "activations" or (buffer.role == "recomputed" and is_at_once)
 
@@ -495,7 +492,7 @@ def _recomputation_bytes(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
 
 
 def _group_buffers(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
-    """Group the buffers that a function keeps: a loop's stack is a group, and unrolled layers of one kind are one."""
+    """Group the buffers that a function keeps: each loop's stack alone, and unrolled layers of one kind together."""
     groups: dict[object, list[Buffer]] = {}
     for buffer in buffers:
         is_stack = buffer.operation.startswith(("while", "parameter"))
@@ -504,7 +501,7 @@ def _group_buffers(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
 
 
 def _are_layers(buffers: Sequence[Buffer]) -> bool:
-    """Return whether half of the bytes or more are of arrays that occur three times or more with one line and shape."""
+    """Return whether at least half of the bytes are in arrays that occur three times or more, like unrolled layers."""
     repeated_bytes = [b.num_bytes for group in _group_buffers(buffers).values() if len(group) > 2 for b in group]
     return 2 * sum(repeated_bytes) >= sum(b.num_bytes for b in buffers)
 

@@ -1,19 +1,34 @@
-"""The supported model families as data: parameter names, fields of `config.json`, and their meaning.
+"""The supported model families as data: parameter names, and fields of `config.json` with their types and meaning.
 
-There is one table (`Family`) for each: Llama and its close relatives, Qwen, Gemma, and gpt-oss.
+There is one table (`Family`) for each ``model_type``, such as ``llama``, ``qwen3`` and ``gpt_oss``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen
 
 from ...core import ConfigError, check_choice, shown
 from .._config import DecoderConfig, Experts
 
-if TYPE_CHECKING:
-    from .._schema import ConfigFile
+# Types of fields of `config.json` with ranges, which pydantic checks. They use `annotated_types` instead of
+# `pydantic.Field`, since pydantic takes a quarter of a second to import.
+_MOST_LAYERS = 10_000
+NumLayers = Annotated[int, Ge(1), Le(_MOST_LAYERS)]
+LayerIndex = Annotated[int, Ge(0), Le(_MOST_LAYERS)]
+Size = Annotated[int, Ge(1), Le(2**22)]
+Length = Annotated[int, Ge(1), Le(2**40)]
+Count = Annotated[int, Ge(1), Le(2**16)]
+LayerTypes = Annotated[list[Literal["full_attention", "sliding_attention"]], MaxLen(_MOST_LAYERS)]
+Factor = Annotated[float, Ge(0), Le(1e6)]
+Scale = Annotated[float, Ge(1e-3), Le(1e6)]
+Fraction = Annotated[float, Gt(0), Le(1)]
+Theta = Annotated[float, Ge(1), Le(1e15)]
+Dropout = Annotated[float, Ge(0), Lt(1)]
+"""Type of dropout rates. A rate in a file is not applied, and causes a warning."""
 
 COMMON: Mapping[str, str] = {
     "vocab_size": "vocab_size",
@@ -33,12 +48,13 @@ _ALWAYS_READ = (
     "architectures model_type hidden_act rope_theta rope_scaling rope_parameters attention_dropout "
     "bos_token_id eos_token_id quantization_config"
 ).split()
-"""Further fields of `config.json` that are read for every family."""
+"""Fields of `config.json` that are read for every family, in addition to `COMMON`."""
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Activation functions of `DecoderConfig`, and their names in `config.json`."""
 IMAGE_MODULES = ("vision_tower", "multi_modal_projector")
-"""Modules of models of images and text that are not read."""
+"""Modules of multimodal models that process images; loading skips them."""
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
-"""Prefixes of a decoder's module names: in a text model, and in models of images and text of `transformers` since 4.52
-and before 4.52."""
+"""Prefixes of module names: of text models, and of multimodal models in `transformers` since 4.52 and before it."""
 _ATTN, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
 _NORMS: Mapping[str, str] = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
@@ -48,7 +64,7 @@ def names(
 ) -> dict[str, str]:
     """Return a table from module paths to Hugging Face names, with ``{layer}`` for the index of a layer.
 
-    `norms` maps our names of norms to those of Hugging Face.
+    `attn` and `mlp` list projections, separated by blanks. `norms` maps our names of norms to Hugging Face's names.
     """
     return {
         **{"outer/embed": "model.embed_tokens", "outer/norm": "model.norm", "outer/lm_head": "lm_head"},
@@ -60,7 +76,7 @@ def names(
 
 
 def expert_parameters(gate_up: str = "gate up") -> dict[str, tuple[str, ...]]:
-    """Map the `transformers` parameters that hold all experts to our modules; `gate_up` lists those of the first."""
+    """Return a table for `Family.expert_parameters`; `gate_up` lists our modules that ``gate_up_proj`` concatenates."""
     experts = {"gate_up_proj": gate_up, "down_proj": "down"}
     return {
         f"{_MLP}.experts.{parameter}": tuple(f"layers/mlp/experts/{name}" for name in modules.split())
@@ -79,37 +95,43 @@ class Family:
     names: Mapping[str, str]
     """Table from paths of modules, or of single leaves, to their names in checkpoints."""
     expert_parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
-    """Table from the `transformers` parameters that hold all experts of a layer to the modules in them, both in the
-    order of `transformers`."""
+    """Table from the `transformers` parameters that hold all experts of a layer to the modules that each of them
+    concatenates. Parameters and modules are in the order of `transformers`."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Fields of `DecoderConfig` with one value for the whole family."""
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Further fields of `DecoderConfig`, and the names in `config.json` that they are copied from."""
+    """Fields of `DecoderConfig` that are copied in addition to `COMMON`, and their names in `config.json`."""
+    field_types: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Types of the fields of `config.json` that `fields` copies or that `read` handles; each may be missing or null.
+    Families with the same field give it the same type. `read` gets a field ``_name`` as ``old_name``."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Defaults for fields missing from `config.json`: those of the family's class in `transformers`."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies if `config.json` has none."""
-    also: Sequence[str] = ()
-    """Further fields of `config.json` that `read` handles."""
+    rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Older names of types of RoPE scaling in the family's files, with the present names."""
+    has_local_rope: bool = False
+    """Whether rotary settings in `config.json` can differ between sliding-window layers and the others."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
-    """Fields that must be null or have one of these values."""
+    """Fields of `config.json` that must be null or have one of these values; other values are errors."""
     stored: Sequence[str] = ()
-    """Fields of ``also`` that the family's class in `transformers` stores but never applies; we ignore them, too."""
-    read: Callable[[ConfigFile], Mapping[str, Any]] = lambda file: {}
-    """Function that returns the fields of `DecoderConfig` that are not copied unchanged."""
+    """Fields of `field_types` that the family's class in `transformers` stores but never applies; nor does Lowtide."""
+    read: Callable[[Any], Mapping[str, Any]] = lambda file: {}
+    """Function that computes fields of `DecoderConfig` where copying is not enough. Its argument is the validated
+    `config.json`, a `ConfigFile` of `models/_schema.py` with the fields of all families."""
     write: Callable[[DecoderConfig], Mapping[str, Any]] = lambda config: {}
-    """Function that returns the fields of `config.json` that are not copied unchanged."""
+    """Function that computes fields of `config.json` from a `DecoderConfig` where copying is not enough."""
     text_of: str | None = None
-    """Architecture of a model of images and text whose text decoder is also read."""
+    """Architecture of a multimodal model whose text decoder belongs to this family."""
 
     @property
     def known(self) -> frozenset[str]:
-        """Fields of `config.json` that are read."""
-        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *_ALWAYS_READ])
+        """Fields of `config.json` that are read for this family."""
+        return frozenset([*COMMON.values(), *self.field_types, *_ALWAYS_READ])
 
 
-def sliding_by_type(file: ConfigFile, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
-    """Return which layers have sliding-window attention: from ``layer_types``, or by layer index if it is missing."""
+def sliding_by_type(file: Any, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
+    """Return `sliding_window` and `sliding_layers`: from ``layer_types``, or by layer index if that is missing."""
     sliding_layers = [is_sliding(index) for index in range(file.num_hidden_layers)]
     if file.layer_types:
         sliding_layers = [layer_type == "sliding_attention" for layer_type in file.layer_types]
@@ -122,13 +144,13 @@ def layer_types(config: DecoderConfig) -> list[str]:
     return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in sliding_layers]
 
 
-def router_loss(file: ConfigFile) -> float:
+def router_loss(file: Any) -> float:
     """Return the coefficient of the load-balancing loss, which ``output_router_logits`` switches on."""
     return (file.router_aux_loss_coef or 0.0) if file.output_router_logits else 0.0
 
 
 def write_experts(config: DecoderConfig, **hf_names: str) -> dict[str, Any]:
-    """Return fields of `config.json`: those of `Experts` that `hf_names` renames, and the load-balancing loss."""
+    """Return `config.json` fields of the router loss, and the fields of `Experts` under their names in `hf_names`."""
     experts = config.experts
     assert experts is not None
     fields = {hf_name: getattr(experts, name) for name, hf_name in hf_names.items()}
@@ -136,26 +158,33 @@ def write_experts(config: DecoderConfig, **hf_names: str) -> dict[str, Any]:
     return {**fields, "output_router_logits": coef > 0, **({"router_aux_loss_coef": coef} if coef else {})}
 
 
+_EXPERT_TYPES: dict[str, Any] = {
+    **{"num_local_experts": Count, "num_experts_per_tok": Count},
+    **{"output_router_logits": bool, "router_aux_loss_coef": Factor},
+}
+
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     names=names(),
     fields={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    field_types={"attention_bias": bool, "mlp_bias": bool},
     defaults={"rms_norm_eps": 1e-6},
 )
 
-# Llama with a sliding window.
+# Mistral: Llama with a sliding window.
 _MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     names=names(),
     fields={"sliding_window": "sliding_window"},
+    field_types={"sliding_window": Size},
     defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
 )
 
 
 # Mixtral: a mixture of experts replaces each MLP of Mistral.
-def _read_mixtral(file: ConfigFile) -> dict[str, Any]:
+def _read_mixtral(file: Any) -> dict[str, Any]:
     return {
         "experts": Experts(
             num_experts=file.num_local_experts or 8,
@@ -179,9 +208,9 @@ _MIXTRAL = Family(
     },
     expert_parameters=expert_parameters(),
     fields={"sliding_window": "sliding_window"},
+    field_types={"sliding_window": Size, **_EXPERT_TYPES},
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
     rope_theta=1e6,
-    also=("num_local_experts", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"),
     neutral={"router_jitter_noise": (0.0,)},
     read=_read_mixtral,
     write=lambda config: write_experts(
@@ -189,7 +218,7 @@ _MIXTRAL = Family(
     ),
 )
 
-# OLMo 2: norms only after attention and MLP, and norms over all heads' queries and over all heads' keys.
+# OLMo 2: norms only after attention and MLP, and norms of queries and keys over all heads together.
 _OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
@@ -199,16 +228,17 @@ _OLMO2 = Family(
     ),
     fixed={"pre_norm": False, "post_norm": True, "qk_norm": "width"},
     fields={"attention_bias": "attention_bias"},
+    field_types={"attention_bias": bool},
     defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
 )
 
 # Phi-3 and the smaller Phi-4 models: Llama with fused projections, partial rotation, and LongRoPE.
 _PHI3_CODE = ("configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM")
-"""Remote code in checkpoints from before transformers had the class; it computes the same as the class."""
+"""Remote code of checkpoints that are older than the class in transformers; it computes the same as the class."""
 
 
-def _read_phi3(file: ConfigFile) -> dict[str, Any]:
-    auto_map = (file.model_extra or {}).get("auto_map") or {}
+def _read_phi3(file: Any) -> dict[str, Any]:
+    auto_map = file.auto_map or {}
     code: Any = auto_map if isinstance(auto_map, dict) else {"auto_map": auto_map}
     for name, value in code.items():
         if name != "AutoTokenizer" and not str(value).endswith(_PHI3_CODE):
@@ -233,8 +263,12 @@ _PHI3 = Family(
     names=names(attn="qkv o", mlp="gate_up down"),
     fixed={"fused_projections": True},
     fields={"sliding_window": "sliding_window"},
+    field_types={
+        **{"sliding_window": Size, "original_max_position_embeddings": Length, "partial_rotary_factor": Fraction},
+        **{"resid_pdrop": Dropout, "embd_pdrop": Dropout, "auto_map": Any},
+    },
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32000},
-    also=("original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop", "embd_pdrop", "auto_map"),
+    rope_aliases={"su": "longrope", "yarn": "longrope"},
     neutral={
         "ignore_keys_at_rope_validation": (None,),
         "attention_bias": (False,),
@@ -251,7 +285,7 @@ _PHI3 = Family(
 # Qwen 2, 2.5 and 3, dense and with a mixture of experts. Qwen2 has biases on query, key and value. Qwen3 normalises
 # each head's query and key. Published models switch sliding windows off. If a config switches them on, layers from
 # `max_window_layers` on have a window.
-def _read_qwen(file: ConfigFile) -> dict[str, Any]:
+def _read_qwen(file: Any) -> dict[str, Any]:
     if not file.use_sliding_window:
         return {"sliding_window": None, "sliding_layers": None}
     return sliding_by_type(file, lambda index: index >= (file.max_window_layers or 0))
@@ -270,11 +304,13 @@ def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+_QWEN_WINDOWS = {"use_sliding_window": bool, "sliding_window": Size, "max_window_layers": LayerIndex}
 _QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     names=names(),
     fixed={"attention_bias": True, "attention_out_bias": False},
+    field_types={**_QWEN_WINDOWS, "layer_types": LayerTypes},
     defaults={
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 32768,
@@ -282,7 +318,6 @@ _QWEN2 = Family(
         "max_window_layers": 28,
         "num_key_value_heads": 32,
     },
-    also=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
     read=_read_qwen,
     write=_write_qwen,
 )
@@ -294,11 +329,12 @@ _QWEN3 = dataclasses.replace(
     names=names(qk_norm=True),
     fixed={"qk_norm": "head"},
     fields={"attention_bias": "attention_bias"},
+    field_types={**_QWEN2.field_types, "attention_bias": bool},
     defaults={**_QWEN2.defaults, "head_dim": 128},
 )
 
 
-def _read_qwen3_moe(file: ConfigFile) -> dict[str, Any]:
+def _read_qwen3_moe(file: Any) -> dict[str, Any]:
     return {
         "sliding_window": file.sliding_window if file.use_sliding_window else None,
         "experts": Experts(
@@ -333,19 +369,18 @@ _QWEN3_MOE = dataclasses.replace(
         **{f"layers/mlp/experts/{name}": f"{_MLP}.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
     },
     expert_parameters=expert_parameters(),
+    field_types=_EXPERT_TYPES
+    | _QWEN_WINDOWS
+    | {"attention_bias": bool, "num_experts": Count, "moe_intermediate_size": Size, "norm_topk_prob": bool},
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
-    also=(
-        "use_sliding_window sliding_window max_window_layers num_experts num_local_experts num_experts_per_tok "
-        "moe_intermediate_size norm_topk_prob output_router_logits router_aux_loss_coef"
-    ).split(),
     neutral={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
 )
 
-# Gemma 2 and 3: norms before and after attention and MLP, norm weights around zero, scaled embeddings, sliding layers.
+# Gemma 2 and 3: norms before and after attention and MLP, norm weights stored minus 1, scaled embeddings, windows.
 # Gemma 2 has soft caps on scores and logits. Gemma 3 normalises queries and keys, and its sliding-window layers use a
-# separate rotary base. For a Gemma 3 with images, only the text decoder is read.
+# separate rotary base. If a Gemma 3 model also reads images, only its text decoder is loaded.
 _GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
     "attn_post_norm": "post_attention_layernorm",
@@ -366,7 +401,7 @@ _GEMMA_DEFAULTS = {
 }
 
 
-def _read_gemma2(file: ConfigFile) -> dict[str, Any]:
+def _read_gemma2(file: Any) -> dict[str, Any]:
     if file.query_pre_attn_scalar is None:
         raise ConfigError("query_pre_attn_scalar must be a number, not null: attention scores have no scale without it")
     return {
@@ -396,16 +431,17 @@ _GEMMA2 = Family(
     names=names(norms=_GEMMA_NORMS),
     fixed={"post_norm": True, "norm_offset": 1.0, "scale_embedding": True, "activation": "gelu_tanh"},
     fields={"attention_bias": "attention_bias"},
+    field_types={
+        **{"attention_bias": bool, "sliding_window": Size, "layer_types": LayerTypes},
+        **{"query_pre_attn_scalar": Scale, "attn_logit_softcapping": Factor, "final_logit_softcapping": Factor},
+        **{"cache_implementation": Any, "sliding_window_size": Any},
+    },
     defaults={
         **_GEMMA_DEFAULTS,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "max_position_embeddings": 8192,
     },
-    also=(
-        "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window layer_types "
-        "cache_implementation sliding_window_size"
-    ).split(),
     neutral={
         "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),
         "hidden_act": ("gelu_pytorch_tanh", "gelu_new"),
@@ -416,7 +452,7 @@ _GEMMA2 = Family(
 )
 
 
-def _read_gemma3(file: ConfigFile) -> dict[str, Any]:
+def _read_gemma3(file: Any) -> dict[str, Any]:
     period = file.sliding_window_pattern or file.old_sliding_window_pattern or 6
     return {
         **_read_gemma2(file),
@@ -436,8 +472,14 @@ _GEMMA3 = dataclasses.replace(
     architecture="Gemma3ForCausalLM",
     names=names(qk_norm=True, norms=_GEMMA_NORMS),
     fixed={**_GEMMA2.fixed, "qk_norm": "head"},
+    field_types={
+        **_GEMMA2.field_types,
+        "sliding_window_pattern": NumLayers,
+        "_sliding_window_pattern": NumLayers,
+        "rope_local_base_freq": Theta,
+    },
     defaults={**_GEMMA_DEFAULTS, "max_position_embeddings": 2**17, "vocab_size": 262_208},
-    also=(*_GEMMA2.also, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+    has_local_rope=True,
     stored=("attn_logit_softcapping",),
     read=_read_gemma3,
     write=_write_gemma3,
@@ -447,7 +489,7 @@ _GEMMA3 = dataclasses.replace(
 
 
 # gpt-oss: experts with biases and clamped gates, attention sinks, and a sliding window in every other layer.
-def _read_gpt_oss(file: ConfigFile) -> dict[str, Any]:
+def _read_gpt_oss(file: Any) -> dict[str, Any]:
     return {
         **sliding_by_type(file, lambda index: index % 2 == 0),
         "experts": Experts(
@@ -486,6 +528,11 @@ _GPT_OSS = Family(
     },
     expert_parameters=expert_parameters("gate_up"),
     fixed={"attention_bias": True, "attention_sinks": True},
+    field_types={
+        **_EXPERT_TYPES,
+        **{"sliding_window": Size, "layer_types": LayerTypes, "experts_per_token": Count},
+        **{"swiglu_limit": Annotated[float, Gt(0), Le(1e6)], "initial_context_length": Any},
+    },
     defaults={
         "rms_norm_eps": 1e-5,
         "num_key_value_heads": 8,
@@ -494,10 +541,6 @@ _GPT_OSS = Family(
         "max_position_embeddings": 2**17,
     },
     rope_theta=150_000.0,
-    also=(
-        "sliding_window layer_types num_local_experts num_experts_per_tok experts_per_token swiglu_limit "
-        "output_router_logits router_aux_loss_coef initial_context_length"
-    ).split(),
     neutral={"attention_bias": (True,)},
     read=_read_gpt_oss,
     write=_write_gpt_oss,
@@ -511,6 +554,6 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """Return the family that defines the names and files of a config's model; ConfigError if there is none."""
+    """Return the family that defines the names and files of a config's model; an unknown family raises ConfigError."""
     check_choice("family", config.family, [*FAMILIES])
     return FAMILIES[config.family]

@@ -1,7 +1,7 @@
-"""Metadata of a GGUF file converted to a `config.json`, which the families read with all their checks.
+"""Conversion of a GGUF file's metadata to the contents of a `config.json`, which are then read with all checks.
 
-A key of the file's architecture that is not read is an error when it is switched on: it may change what the model
-computes. Values that llama.cpp hard-codes are set here, such as the attention scale of Gemma.
+A key of the file's architecture that is not read is an error if it is switched on, because it may change what the model
+computes. This module also sets values that llama.cpp hard-codes, such as the attention scale of Gemma.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODEL_TYPES: Mapping[str, str] = {
     "phi3": "phi3",
     "olmo2": "olmo2",
 }
-"""Architectures of GGUF files, with the `model_type` of Hugging Face; Mistral and Mixtral are of architecture llama."""
+"""Architectures of GGUF files, with the `model_type` of Hugging Face; Mistral and Mixtral have architecture llama."""
 _WINDOWED = ("llama", "phi3", "gemma2", "gemma3")
 _WITH_BIASES = ("llama", "qwen3", "gemma2", "gemma3_text", "olmo2")
 _HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
@@ -40,7 +40,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
 }
-"""Values without effect, by key; for all other keys they are false, 0 and empty. A scale of 0 means no scale."""
+"""Values without effect, by key; for other keys, false, 0 and empty values have none. A scale of 0 means no scale."""
 _WIDEST = {"gemma2": 46, "gemma3": 62}
 """Numbers of layers that identify the 27B models, whose attention scale uses hidden size / heads, not `head_dim`."""
 _ROPE = "rope_freqs.weight"
@@ -51,10 +51,7 @@ _WRONG_LOGITS = "choose another model; ignoring the key would give wrong logits,
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """Return the contents of a `config.json` for the model; factors of rotary frequencies are read from the file.
-
-    A damaged file and an unsupported model raise ModelFileError.
-    """
+    """Return the contents of a `config.json`; a damaged file and an unsupported model raise ModelFileError."""
     architecture = _architecture(header)
     keys = _Keys(header, architecture)
     experts = keys.count("expert_count", 0)
@@ -104,7 +101,7 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 class _Keys:
-    """Metadata of an architecture. Mutable: it records which keys were read."""
+    """Metadata keys that begin with the architecture's name. Mutable: it records which keys were read."""
 
     def __init__(self, header: Header, architecture: str) -> None:
         self.header, self.prefix = header, f"{architecture}."
@@ -190,7 +187,7 @@ def _gemma(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(keys: _Keys, pattern: Any, layers: int) -> list[str]:
-    """Return the attention type of each layer, from a period (its last layer is full) or from a list."""
+    """Return the attention type of each layer, from a list, or from a period whose last layer is full."""
     if type(pattern) is int and pattern > 0 and layers <= len(keys.header.places):
         sliding_layers: Sequence[Any] = [layer % pattern < pattern - 1 for layer in range(layers)]
     elif isinstance(pattern, list) and all(type(is_sliding) is bool for is_sliding in pattern):  # pyright: ignore
@@ -286,7 +283,7 @@ def _scaling_from_factors(factors: list[float], theta: float, rotary_dim: int) -
         return None
     low, high = 1.0, 4.0
     turns = theta ** -(np.arange(0, rotary_dim, 2) / rotary_dim) / (2 * math.pi)
-    # The file has only the resulting factors, so try the rule for each pretraining length from 512 to 262,144 tokens.
+    # The file has only the resulting factors: try the rule for pretraining lengths of 512, 1,024, ... 262,144 tokens.
     for original in (2**power for power in range(9, 19)):
         unscaled = np.clip((original * turns - low) / (high - low), 0, 1)
         if np.allclose(1 / ((1 - unscaled) / max_factor + unscaled), stored_factors, rtol=1e-5, atol=0):

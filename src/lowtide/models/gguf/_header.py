@@ -1,4 +1,4 @@
-"""Header of a GGUF file: metadata and the places of its tensors, with every count checked before use.
+"""Header of a GGUF file: metadata and the places of the tensors; every count is checked before it is used.
 
 The layout follows the specification in ggml's `docs/gguf.md`, versions 2 and 3, little-endian. A file holds a magic
 number, counts and key-value pairs; then names, shapes, types and offsets of tensors; then padding and the tensors'
@@ -29,7 +29,7 @@ _MOST_NAME, _KEPT_TEXT, _KEPT_ARRAY = 2**16, 2**16, 2**14
 _ALL_NUMBERS, _ALL_TEXT = 2**20, 16 * 1024**2
 """Limits per file: numbers in arrays, and bytes of names and, separately, of texts; far more than models have."""
 _MIN_KEY, _MIN_TENSOR = 13, 32
-"""Fewest bytes of a key with its value, and of the description of a tensor: they bound the counts in a file."""
+"""Fewest bytes of a key with its value, and of a tensor's description; they limit the counts that fit in a file."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _LONG_ROW = 20_000
@@ -39,7 +39,7 @@ Q6_K 0.68; longer rows do not help."""
 
 @dataclasses.dataclass(frozen=True)
 class Long:
-    """A text or array that is not kept: an array of texts, or one that is too long, alone or in total."""
+    """Length of a value that is not kept: any array of texts, or a text or array that exceeds the limits."""
 
     count: int
 
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     name: str
     """Name, such as ``"Q4_K"``."""
     block: int
-    """Number of neighbours in a row that form a block."""
+    """Number of consecutive elements in a row that form a block."""
     block_bytes: int
 
 
@@ -78,7 +78,7 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Read the header of a regular file; one that is damaged or not supported raises ModelFileError.
+    """Read the header of a regular file; a damaged or unsupported file raises ModelFileError.
 
     Without the library `gguf` it raises ConfigError. Memory: names of tensors and short values; the file is mapped.
     """
@@ -143,7 +143,7 @@ class _Reader:
         self.position = 4
         version = self._number("I")
         if version not in (2, 3):
-            # With the bytes swapped, a small version has its low 16 bits at zero.
+            # A small big-endian number, read as little-endian, has zeros in its low 16 bits.
             got = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
             problem = f"{self.file}: GGUF must be little-endian and of version 2 or 3, not {got}"
             raise ModelFileError(problem, hint=CONVERT_HINT)
@@ -259,7 +259,7 @@ def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
     """Dequantise rows of whole blocks, given as bytes, to float32. The result is in memory twice while it is made."""
     gguf = _gguf()
     rows, width = blocks.shape
-    # The library dequantises 16 rows at a time. Blocks are independent of row boundaries, and longer rows are faster.
+    # The library dequantises 16 rows at a time. Merged rows are faster, and a block does not depend on its row.
     num_merged = 1
     while rows % (2 * num_merged) == 0 and 2 * num_merged * width <= _LONG_ROW:
         num_merged *= 2
@@ -277,7 +277,7 @@ def _is_dequantized(kind: Kind) -> bool:
 
 
 def tensor_names(architecture: str) -> Callable[[str], str | None]:
-    """Return a function from Hugging Face names in the first layer to names in the file; it returns None if unknown."""
+    """Return a function that maps Hugging Face names of layer 0 to names in the file, and unknown names to None."""
     gguf = _gguf()
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     return functools.partial(gguf.get_tensor_name_map(number, 1).get_name, try_suffixes=(".weight", ".bias"))

@@ -32,13 +32,13 @@ _PERMUTED = re.compile(r"self_attn\.([qk])_proj\.(weight|bias)$")
 def map_tensors(
     file: Path, *, layers: int, experts: int, heads: Mapping[str, int], names: Iterable[str]
 ) -> dict[str, GgufTensor]:
-    """Return the tensors of a file by Hugging Face name; the caller generates `names`, those of all weights, lazily.
+    """Return the tensors of a file by Hugging Face name; `names` lazily yields the names of all weights.
 
     `experts` is 1 without a mixture of experts, and `heads` has the numbers of heads of ``"q"`` and ``"k"``. A damaged
     file, and a tensor that is missing or not part of the model, raise ModelFileError.
     """
     header = read_header(file)
-    if layers > len(header.places):  # checked before that many names are generated
+    if layers > len(header.places):  # checked before `names` yields names for all layers
         raise _missing(header, f"the tensors of {layers} layers")
     if experts > 1:
         _check_experts(header, [place for name, place in header.places.items() if _STACKED.match(name)], experts)
@@ -140,7 +140,7 @@ class GgufTensor:
         return np.dtype(np.float32) if self.weight_dtype is None or self.added else jnp.dtype(self.weight_dtype)
 
     def _bytes(self) -> np.ndarray:
-        """Map the rows of the tensor, [rows, bytes]; only briefly, since the number of maps per process is limited."""
+        """Map the tensor as [rows, bytes]; keep the result briefly, since the number of maps per process is limited."""
         *rows, width = self.shape
         kind = self.place.kind
         shape = (math.prod(rows), width // kind.block * kind.block_bytes)

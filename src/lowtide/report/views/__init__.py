@@ -1,4 +1,4 @@
 """Views of reports: terminal, HTML page, notebook, PNG and JSON.
 
-Methods of `MemoryReport` and `MemoryDiff` call them; the page of a run is `report.run_page`.
+Methods of `MemoryReport` and `MemoryDiff` make these views. `report.run_page` makes the page of a training run.
 """

@@ -17,13 +17,13 @@ from .._facts import SPACES, Buffer, DiffRow, ReportFacts, Space
 from ._styles import stacking_order
 
 SOURCE_WIDTH = 32
-"""Most characters of a source line that is shown with its owner."""
+"""Largest width of a source line next to its owner, in characters."""
 _NUMBER = re.compile(r"\d+")
 _LAST_NUMBER = re.compile(r"[._-]?\d+$")
 
 
 def fit_text(report: ReportFacts) -> str:
-    """Return one sentence about the fit: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
+    """Return whether the report fits, as text: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
     margin, host = report.host_margin_bytes, ""
     if report.host_bytes and margin is not None and margin < 0:
         machine = f" of a {report.target.machine}" if report.target.machine else ""
@@ -46,7 +46,7 @@ def _device_text(report: ReportFacts) -> str:
 
 
 def peak_text(report: ReportFacts, space: Space) -> str:
-    """Return the position of the peak: ``moment 3,120 of 6,000, fusion.7``."""
+    """Return the position of a space's peak as text: ``moment 3,120 of 6,000, fusion.7``."""
     moment = peak_moment(report, space)
     name = report.moments[moment]
     return f"moment {moment + 1:,} of {len(report.moments):,}" + (f", {name}" if name else "")
@@ -73,7 +73,7 @@ def peak_moment(report: ReportFacts, space: Space) -> int:
 
 
 def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
-    """List the buffers of a space; for a report without buffers, one per role that is alive throughout."""
+    """List the buffers of a space; if it has none, make one for each role, alive at all positions."""
     space_buffers = tuple(b for b in report.buffers if b.space == space)
     if space_buffers:
         return space_buffers
@@ -87,7 +87,7 @@ def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
 
 
 def role_order(*reports: ReportFacts) -> list[str]:
-    """Return every role that is drawn, from the bottom of a stack to its top; arguments in the caller's order."""
+    """Return the roles that have buffers, from the bottom of a stack to its top; arguments in the caller's order."""
     names = [role for report in reports for roles in (report.by_role, report.host_by_role) for role in roles]
     used_roles = [b.role for report in reports for space in SPACES for b in drawn_buffers(report, space)]
     return [role for role in stacking_order([*names, *used_roles]) if role in set(used_roles)]
@@ -103,9 +103,10 @@ def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
 def timeline(
     report: ReportFacts, space: Space, num_columns: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Return bytes per role and in total at every position of a program, and the positions to draw in `num_columns`.
+    """Return live bytes per role and in total at every position of a program, and the positions to draw.
 
-    Fragmentation counts. The positions to draw are those with most bytes in equal ranges of the program, in order.
+    The program is divided into at most `num_columns` equal ranges. The position to draw is the one with most bytes in
+    each range. Unlike in `live_bytes`, fragmentation counts.
     """
     num_moments = len(report.moments)
     steps: dict[str, np.ndarray] = {}
@@ -122,26 +123,23 @@ def timeline(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """One or more buffers of one role, phase, shape and pattern of names."""
+    """Buffers of one role, phase, shape and size, whose labels differ only in numbers."""
 
     buffers: tuple[Buffer, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(b.num_bytes for b in self.buffers)
 
     @property
     def label(self) -> str:
-        """Common name of the buffers, with ``*`` for the numbers that differ."""
+        """Common name of the buffers, as `common_label` gives it."""
         return common_label(sorted({b.label for b in self.buffers}))
 
     @property
     def text(self) -> str:
-        """`label`, with the number of buffers."""
-        if len(self.buffers) > 1 and not any(map(str.isalnum, self.label)):  # only numbers: arguments 2, 3
-            return ", ".join(sorted({b.label for b in self.buffers}))
-        return f"{len(self.buffers)} × {self.label}" if len(self.buffers) > 1 else self.label
+        """`label`, with the number of buffers if there are several."""
+        return _counted(len(self.buffers), self.label)
 
     @property
     def array(self) -> str:
@@ -151,21 +149,28 @@ class Group:
 
     @property
     def source(self) -> str:
-        """The source line, if all buffers have the same."""
+        """The source line, if all buffers have the same one; else empty."""
         sources = {b.source for b in self.buffers}
         return next(iter(sources)) if len(sources) == 1 else ""
 
 
 def common_label(labels: Sequence[str]) -> str:
-    """Return the common form of labels that differ only in numbers, with ``*`` for the numbers that differ."""
+    """Return the common form of labels that differ only in numbers: ``layers/*/w``, or ``2, 3`` for numbers alone."""
     texts = _NUMBER.split(labels[0])
     numbers = list(zip(*(_NUMBER.findall(label) for label in labels), strict=False))
     middle = [column[0] if len(set(column)) == 1 else "*" for column in numbers]
-    return "".join(text + number for text, number in zip(texts, [*middle, ""], strict=False))
+    label = "".join(text + number for text, number in zip(texts, [*middle, ""], strict=False))
+    return label if any(map(str.isalnum, label)) else ", ".join(labels)
+
+
+def _counted(count: int, label: str) -> str:
+    """Return a label with its number of buffers if that is above 1; a list of arguments' numbers stays as it is."""
+    is_list = ", " in label and not any(map(str.isalpha, label))
+    return label if count == 1 or is_list else f"{count} × {label}"
 
 
 def group_buffers(buffers: Iterable[Buffer]) -> list[Group]:
-    """Group equal buffers of numbered layers, whose labels differ only in numbers, largest group first."""
+    """Group buffers that differ only in the numbers of their labels, as equal layers do; largest group first."""
     groups: dict[tuple[object, ...], list[Buffer]] = {}
     for b in buffers:
         # Numbers become "#" in the key, so that layers/0/w and layers/1/w are one group.
@@ -175,12 +180,12 @@ def group_buffers(buffers: Iterable[Buffer]) -> list[Group]:
 
 
 def owner_name(buffer: Buffer) -> str:
-    """Return a name that two compilations share: the path, else the scope, else the operation without its number."""
+    """Return a name that two compilations share: path, else scope, else operation without its number, else role."""
     return buffer.path or buffer.scope or _LAST_NUMBER.sub("", buffer.operation) or buffer.role
 
 
 def group_rows(rows: Iterable[DiffRow]) -> list[DiffRow]:
-    """Add up rows of numbered layers that changed in the same way, largest change first; ``*`` stands for numbers."""
+    """Add up rows with equal bytes whose owners differ only in numbers (``*``); largest change first."""
     rows_by_key: dict[tuple[object, ...], list[DiffRow]] = {}
     for row in rows:
         key = (row.space, row.role, row.dtype, row.before_bytes, row.after_bytes, _NUMBER.sub("#", row.owner))
@@ -195,13 +200,12 @@ def group_rows(rows: Iterable[DiffRow]) -> list[DiffRow]:
 
 
 def row_text(row: DiffRow) -> str:
-    """Return the owner of a row, with the number of buffers on the side that has more."""
-    count = max(row.before_count, row.after_count)
-    return f"{count} × {row.owner}" if count > 1 else row.owner
+    """Return the owner of a row, with its number of buffers in the report that has more of them."""
+    return _counted(max(row.before_count, row.after_count), row.owner)
 
 
 def with_source(text: str, group: Group, width: int) -> str:
-    """Return the text of an owner; without a path, add the source line, which is more informative than the scope."""
+    """Return an owner's text; if it has no path, add the source line, which says more than the scope."""
     if group.buffers[0].path or not group.source:
         return text
     location_width = len(group.source.partition(" (")[0].rpartition("/")[2])
@@ -211,7 +215,7 @@ def with_source(text: str, group: Group, width: int) -> str:
 
 
 def short_source(source: str, width: int) -> str:
-    """Shorten ``pkg/train.py:41 (loss_fn)`` to a width: drop first the folders, then the function."""
+    """Shorten ``pkg/train.py:41 (loss_fn)`` to a width: drop the folders first, then the function."""
     location, separator, function = source.partition(" (")
     name = location.rpartition("/")[2]
     last = function.removesuffix(")").rpartition(".")[2]

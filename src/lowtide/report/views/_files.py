@@ -1,7 +1,6 @@
-"""Files of reports: JSON with one line per buffer, strict reading, and writing of a whole file or none.
+"""Files of reports: JSON with one line per buffer, a strict reader, and a writer that never leaves a partial file.
 
-The reader refuses anything that it does not support. A report is evidence: an incomplete one, or one whose keys changed
-their meaning, would be quoted without notice.
+The reader refuses incomplete files and other versions of the format, because wrong figures would not be noticed.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def write_view(path: str | Path, content: bytes) -> None:
     file = Path(path)
     try:
         if file.exists() and not file.is_file() and not file.is_dir():
-            file.write_bytes(content)  # a pipe, a terminal or another device, which a file must not replace
+            file.write_bytes(content)  # a pipe or a device such as a terminal, which must not be replaced
             return
-        file = file.resolve() if file.is_symlink() else file  # the link stays, as with a shell's redirection
+        file = file.resolve() if file.is_symlink() else file  # replace the linked file, not the link
         if file.is_dir():
             raise IsADirectoryError(f"{file} is a folder")
         if not file.parent.is_dir():  # `write_files` would create it
@@ -39,7 +38,7 @@ def write_view(path: str | Path, content: bytes) -> None:
 
 
 def dump_json(data: Mapping[str, Any], *, indent: str = "") -> str:
-    """Return JSON with one line per key and per element of long lists; `indent` is that of the closing brace."""
+    """Return JSON with one line per key and per element of `_LONG_LISTS`; `indent` stands before the closing brace."""
     inner = f"{indent}  "
     parts: list[str] = []
     for key, value in data.items():

@@ -1,6 +1,6 @@
 """Reports and differences as one HTML file that needs no network, and as a table for notebooks.
 
-The page carries the buffers as columns of numbers and a table of strings, and its script adds them up. Text from a
+The page holds the buffers as lists of numbers and a table of strings, and its script computes the sums. Text from a
 program (paths, scopes, operations) is always escaped: it enters the page as ASCII JSON without ``<``, ``>`` and ``&``,
 and the script inserts it as text nodes.
 """
@@ -31,7 +31,7 @@ from ._content import (
 from ._styles import styles
 
 MAX_PAYLOAD_BYTES = 8_000_000
-"""Largest payload of a page; above it, the smallest buffers are folded."""
+"""Largest payload of a report's page; above it, `_fold` replaces the smallest buffers."""
 _MAX_TEXT = 2_000
 _TEXTS = ("role", "path", "phase", "scope", "operation", "source", "shape", "dtype")
 _COMMON = ("units.js", "timeline.js", "table.js")
@@ -61,7 +61,7 @@ def report_page(report: ReportFacts) -> bytes:
         "mark": f'<span class="mark {state}" aria-hidden="true">{symbol}</span>',
         "charts": asset("report.html"),
         "checks": "",
-        "facts": definitions(_report_facts(report)),
+        "facts": definition_list(_report_facts(report)),
         "footer": _footer(notes, report.versions),
         "static": roles_table(report),
     }
@@ -94,7 +94,7 @@ def diff_page(difference: DiffFacts) -> bytes:
         "mark": "",
         "charts": asset("difference.html"),
         "checks": _CHECKS,
-        "facts": definitions(facts),
+        "facts": definition_list(facts),
         "footer": _footer(difference.notes, after.versions),
         "static": _table(("memory", "role", "before", "after", "change"), rows),
     }
@@ -115,18 +115,15 @@ def notebook(report: ReportFacts) -> str:
     return f"<div><p><b>{head}</b></p>{roles_table(report)}{owners}</div>"
 
 
-# --- payloads ------------------------------------------------------------------------------------------------------
-
-
 def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tuple[str, list[str]]:
-    """Return the data of a report's page as JSON of at most `limit` bytes, and notes on what was left out."""
+    """Return the data of a report's page as JSON, and notes on what was left out to stay within `limit` bytes."""
     buffers = sorted((b for space in SPACES for b in drawn_buffers(report, space)), key=lambda b: -b.num_bytes)
     text = _report_json(report, buffers, [])
     if len(text) <= limit:
         return text, []
     num_kept = len(buffers)
     while len(text) > limit and num_kept:
-        # A folded buffer still costs two steps, so the number to keep is estimated, and the estimate is repeated.
+        # Folded buffers still need some bytes, so the number to keep is estimated again until the text is short enough.
         num_kept = min(num_kept - 1, int(num_kept * 0.9 * limit / len(text)))
         text = _report_json(report, buffers[:num_kept], buffers[num_kept:])
     folded = f"{len(buffers) - num_kept:,} buffers of {format_bytes(buffers[num_kept].num_bytes)} or less"
@@ -134,7 +131,7 @@ def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tu
 
 
 def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequence[Buffer]) -> str:
-    # Each text is stored once and referred to by its index, because scopes and sources repeat for many buffers.
+    # Each text is stored once, and buffers hold its index, because many buffers have the same scope and source.
     strings: dict[str, int] = {}
 
     def index(value: str) -> int:
@@ -166,7 +163,7 @@ def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequenc
 
 
 def _fold(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
-    """Return one entry per space and role, with its bytes as steps: exact at every moment, but without names."""
+    """Sum buffers by space and role; an entry keeps the changes of its live bytes by position, but no names."""
     buffers_by_role: dict[tuple[Space, str], list[Buffer]] = {}
     for buffer in buffers:
         buffers_by_role.setdefault((buffer.space, buffer.role), []).append(buffer)
@@ -184,7 +181,7 @@ def _fold(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 
 def diff_payload(difference: DiffFacts) -> str:
-    """Return the data of a difference's page: the timelines in columns, and every owner."""
+    """Return the data of a difference's page as JSON: timelines at up to `_DIFF_COLUMNS` positions, and all owners."""
     roles = role_order(difference.before, difference.after)
     all_roles = dict.fromkeys([*roles, *(row.role for row in difference.rows)])
     rows = [
@@ -246,9 +243,6 @@ def _embed_json(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-# --- markup --------------------------------------------------------------------------------------------------------
-
-
 def _page(texts: Mapping[str, str], markup: Mapping[str, str], payload: str, scripts: Sequence[str]) -> bytes:
     page = {
         **{name: html.escape(text) for name, text in texts.items()},
@@ -258,16 +252,16 @@ def _page(texts: Mapping[str, str], markup: Mapping[str, str], payload: str, scr
         "payload": payload,
         "script": "\n".join(asset(name) for name in scripts),
     }
-    return fill(asset("page.html"), page).encode("utf-8", "xmlcharrefreplace")
+    return fill_template(asset("page.html"), page).encode("utf-8", "xmlcharrefreplace")
 
 
 def asset(name: str) -> str:
-    """Read a file of the package's page assets."""
+    """Read a file in the folder ``assets``."""
     return resources.files(__name__.rpartition(".")[0]).joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def fill(template: str, values: Mapping[str, str]) -> str:
-    """Fill in a template's ``{{names}}`` once; inserted text is not searched again."""
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """Replace ``{{name}}`` in a template by its value; names inside of values are not replaced."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
@@ -288,8 +282,8 @@ def _report_facts(report: ReportFacts) -> list[tuple[str, str]]:
     return facts
 
 
-def definitions(facts: Iterable[tuple[str, str]]) -> str:
-    """Make the entries of a ``dl``: names and texts, escaped."""
+def definition_list(facts: Iterable[tuple[str, str]]) -> str:
+    """Make the escaped entries of a ``dl`` element from (name, text) pairs."""
     return "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>" for name, text in facts)
 
 
@@ -300,7 +294,7 @@ def _footer(notes: Iterable[str], versions: Mapping[str, str | None]) -> str:
 
 
 def roles_table(report: ReportFacts) -> str:
-    """Make the table of bytes by role at the peak."""
+    """Make the HTML table of bytes by role at the peak."""
     sides = [sum_by_role(at_peak(report, space)) for space in SPACES]
     roles = list(dict.fromkeys([*sides[0], *sides[1]]))
     rows = [[role, *(format_bytes(side.get(role, 0)) for side in sides)] for role in roles]
@@ -309,8 +303,8 @@ def roles_table(report: ReportFacts) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def line(tag: str, cells: Iterable[str]) -> str:
+    def table_row(tag: str, cells: Iterable[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    body = "".join(line("td", row) for row in rows)
-    return f'<table class="static"><thead>{line("th", head)}</thead><tbody>{body}</tbody></table>'
+    body = "".join(table_row("td", row) for row in rows)
+    return f'<table class="static"><thead>{table_row("th", head)}</thead><tbody>{body}</tbody></table>'

@@ -144,8 +144,8 @@ def _draw_timeline(axes: Any, report: ReportFacts, role_styles: Mapping[str, Sty
 
     num_moments = len(report.moments)
     series, totals, moments = timeline(report, "device", _MAX_COLUMNS)
-    # A step plot needs one more edge than columns. The first column may start after 0, because it is the position with
-    # most bytes of its range.
+    # A step plot needs one more edge than columns. The first position may be above 0, because it is the one with most
+    # bytes in its range.
     edges = np.append(moments, num_moments).astype(float)
     edges[0] = 0
     roles = [role for role in role_order(report) if role in series and series[role].any()]
@@ -230,7 +230,7 @@ def _bars(axes: Any, names: list[str], sizes: list[int], bar_styles: list[Style]
 
 
 def byte_ticks(top: int, count: int = 5) -> list[int]:
-    """Return about `count` sizes up to `top`, multiples of 1, 2 or 5 times a power of ten of a binary unit."""
+    """Return about `count` sizes up to `top`: multiples of 1, 2 or 5 times a power of ten, in a binary unit."""
     unit = 1
     while top >= unit * 1024 and unit < 2**40:
         unit *= 1024

@@ -1,7 +1,7 @@
 """A training run as one HTML file that needs no network and no script, and the data of that page.
 
-The data is independent of the trainer. Curves are SVG, stretched to the available width. Their marks are lines with a
-fixed width, and labels are HTML with a fixed size. Text from data is escaped.
+The data is independent of the trainer. Curves are SVG that is stretched to the available width. Strokes keep their
+width, and labels are HTML of a fixed size. Text from data is escaped.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from ...core import format_bytes
 from .._facts import SPACES, ReportFacts, Space
 from ._content import drawn_buffers, peak_moment, role_order, timeline
-from ._html import asset, definitions, fill, roles_table
+from ._html import asset, definition_list, fill_template, roles_table
 from ._styles import styles
 
 Points = Sequence[tuple[float, float | None]]
-"""A curve: steps and their values; None is a gap."""
+"""A curve: pairs of a step and its value; None is a gap."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class RunFacts:
 
 
 _MAX_POINTS = 400
-"""Columns of a curve. With more points, each column has their mean, and a band from the smallest to the largest."""
+"""Most columns of a curve. With more points, a column shows the mean of its points, and a band their range."""
 _TITLES = {"device": "Memory of a step, on the device", "host": "Memory of a step, on the host"}
 
 
@@ -64,17 +64,17 @@ def run_page(run: RunFacts, memory: ReportFacts | None = None) -> bytes:
 
     Args:
         run: the contents.
-        memory: the report of its step, if there is one.
+        memory: the memory report of the training step; None for a page without it.
 
     Returns:
         A whole HTML file in UTF-8.
     """
     parts = [
-        f'<dl class="facts">{definitions(run.facts)}</dl>',
+        f'<dl class="facts">{definition_list(run.facts)}</dl>',
         f'<div class="charts">{"".join(_chart(chart) for chart in run.charts)}</div>',
         _samples(run.samples),
         *_memory(memory),
-        *(_card(title, f'<dl class="rows">{definitions(rows)}</dl>') for title, rows in run.tables.items() if rows),
+        *(_card(title, f'<dl class="rows">{definition_list(rows)}</dl>') for title, rows in run.tables.items() if rows),
     ]
     values = {
         "title": html.escape(f"{run.name} · training run"),
@@ -84,7 +84,7 @@ def run_page(run: RunFacts, memory: ReportFacts | None = None) -> bytes:
         "body": "\n".join(part for part in parts if part),
         "footer": "".join(f"<p>{html.escape(note)}</p>" for note in run.notes),
     }
-    return fill(asset("run.html"), values).encode("utf-8", "xmlcharrefreplace")
+    return fill_template(asset("run.html"), values).encode("utf-8", "xmlcharrefreplace")
 
 
 def _card(title: str, inner: str, legend: str = "") -> str:
@@ -101,9 +101,6 @@ def _samples(samples: Mapping[str, tuple[str, str]]) -> str:
         for title, (prompt, text) in samples.items()
     )
     return _card("Samples", f'<div class="samples">{texts}</div>')
-
-
-# --- curves --------------------------------------------------------------------------------------------------------
 
 
 def _chart(chart: Chart) -> str:
@@ -156,7 +153,7 @@ def _curve(points: tuple[np.ndarray, np.ndarray], number: int, to_percent: Calla
 
 
 def _columns(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return steps, means, smallest and largest values of at most `_MAX_POINTS` columns."""
+    """Return steps, means, smallest values and largest values of at most `_MAX_POINTS` columns."""
     if len(steps) <= _MAX_POINTS:
         return steps, values, values, values
     # Columns are equal ranges of steps, not of records, so a range without a record is a gap.
@@ -172,7 +169,7 @@ def _columns(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _runs(values: np.ndarray) -> list[np.ndarray]:
-    """Return the index ranges between gaps."""
+    """Return the indices of each range of values without a gap."""
     good = np.flatnonzero(np.isfinite(values))
     return [run for run in np.split(good, np.flatnonzero(np.diff(good) > 1) + 1) if len(run)]
 
@@ -195,7 +192,7 @@ def _ticks(low: float, high: float, count: int, *, is_integer: bool = False) -> 
 
 
 def _plot(title: str, markup: str, rows: Sequence[tuple[float, str]], marks: Sequence[tuple[float, str]]) -> str:
-    """Put a drawing of 100 by 100 between its axes: positions in percent, and their labels."""
+    """Add axes to SVG `markup` of 100 by 100; `rows` and `marks` are positions in percent and their labels."""
     lines = "".join(f'<path class="grid" d="M0 {position:.2f}H100"/>' for position, _ in rows)
     row_labels = "".join(f'<span style="top:{position:.2f}%">{html.escape(text)}</span>' for position, text in rows)
     widest = max((text for _, text in rows), key=len, default="")
@@ -210,14 +207,11 @@ def _plot(title: str, markup: str, rows: Sequence[tuple[float, str]], marks: Seq
     )
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
-
-
 def _memory(report: ReportFacts | None) -> list[str]:
     if report is None:
         return []
     spaces: list[Space] = [space for space in SPACES if drawn_buffers(report, space)]
-    # Without moments every role would have a constant size, which the table shows in less space.
+    # With a single position every role has a constant size, which the table shows in less space.
     timelines = [_timeline(report, space) for space in spaces if len(report.moments) > 1]
     return [*timelines, _card("Bytes of a step by role", f'<div class="scroll">{roles_table(report)}</div>')]
 

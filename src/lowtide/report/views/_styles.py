@@ -1,8 +1,8 @@
 """The colour, texture and order of every role, the same in every view.
 
-A colour has a contrast of at least 3:1 with the backgrounds of the light and of the dark page, so one set serves both.
-At that lightness, colour-blind readers cannot tell a dozen hues apart. Two roles with similar colours therefore differ
-in texture.
+A role is a category of memory. Callers name the roles of arguments, and the report derives all others (`Buffer.role`).
+A colour has a contrast of at least 3:1 with the backgrounds of the light and of the dark page. This leaves only medium
+lightness, where colour-blind readers cannot tell a dozen hues apart. So roles of similar colours differ in texture.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Style:
 
     color: str
     texture: Literal["", "/", "\\", "x"] = ""
-    """Lines over the fill: one diagonal, the other, or both."""
+    """Diagonal lines over the colour, in one direction, the other, or both; empty for none."""
 
     @property
     def ink(self) -> str:
-        """Black or white, whichever is easier to read on the fill."""
+        """Text colour: black or white, whichever is easier to read on `color`."""
         return "#ffffff" if contrast(self.color, "#ffffff") >= contrast(self.color, "#000000") else "#000000"
 
 
@@ -60,9 +60,9 @@ _FALLBACK = (
 
 
 def styles(roles: Iterable[str]) -> dict[str, Style]:
-    """Return the style of every role; names of argument roles are arbitrary."""
-    # A name without a fixed style gets one that a checksum of the name selects, or the next that is free. So it looks
-    # the same in two reports with the same roles. Python's `hash` of a string differs between processes.
+    """Return the style of every role; a checksum of the name selects the style of a role without a fixed one."""
+    # If another role has the selected style, the next free one is taken. So roles look the same in two reports with the
+    # same roles. Python's `hash` of a string is not used, because it differs between processes.
     names = sorted(set(roles))
     role_styles = {name: style for name, style in {**_ARGUMENT_STYLES, **_DERIVED_STYLES}.items() if name in names}
     for name in names:

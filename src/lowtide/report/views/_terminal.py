@@ -1,6 +1,6 @@
 """A report and a difference as text, for terminals of 60 columns and more.
 
-Wider terminals show more columns. Long names are shortened in the middle, where they carry less information.
+Wider terminals show more columns. Long names lose their middle, which is less informative than their ends.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def print_report(report: ReportFacts, console: Console | None, *, top: int) -> N
     out, width = _console(console)
     style = {True: "bold green", False: "bold red", None: "bold"}[report.fits]
     head = _text(f"Compiled bytes on one device of {_target(report)}\n", "bold").append(fit_text(report), style=style)
-    with out:  # collect one output, because a notebook shows each separately
+    with out:  # collect all output, because notebooks show each print separately
         out.print(head, soft_wrap=False)
         for space in SPACES:
             buffers = at_peak(report, space)
@@ -120,7 +120,7 @@ def _section(space: Space, report: ReportFacts, width: int) -> Text:
 
 
 def _bar(roles: dict[str, int], width: int) -> Text:
-    """Draw one line divided by role; every role gets at least one cell."""
+    """Draw one line of cells that is divided by role; every role gets at least one cell."""
     total, role_styles = max(1, sum(roles.values())), styles(roles)
     bar, num_cells, cumulative = _text(no_wrap=True), 0, 0
     for num_remaining, (role, size) in zip(range(len(roles) - 1, -1, -1), roles.items(), strict=True):
@@ -165,7 +165,7 @@ def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int
 
 
 _SOURCE_MIN_WIDTH = 130
-"""Smallest width with a column for sources; below it, sources follow the owners that have no path."""
+"""Smallest terminal width with a column for sources; in narrower ones, sources follow owners without a path."""
 _BYTES_WIDTH = 11
 """Width of the longest size below 1024 TiB: ``1023.99 MiB``."""
 _COLUMNS = (
@@ -266,7 +266,7 @@ def _plain_table(title: str) -> Table:
 
 
 def _text(text: str = "", style: str = "", *, no_wrap: bool | None = None) -> Text:
-    """Make text that is not markup, because names may contain brackets."""
+    """Make a text in which brackets are no markup, because names may contain them."""
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=no_wrap)

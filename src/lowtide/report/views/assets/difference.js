@@ -88,7 +88,7 @@ function groupRows(list) {
     const sum = (value) => same.reduce((total, row) => total + value(row), 0);
     return {
       ...same[0], before: sum((r) => r.before), after: sum((r) => r.after), delta: sum((r) => r.delta),
-      count: [sum((r) => r.count[0]), sum((r) => r.count[1])], owner: `${count(same.length)} × ${shared(same.map((r) => r.owner))}`,
+      count: [sum((r) => r.count[0]), sum((r) => r.count[1])], owner: counted(same.map((r) => r.owner)),
     };
   });
 }

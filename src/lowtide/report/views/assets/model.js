@@ -1,4 +1,4 @@
-// --- what the report says: buffers, who is alive when, bytes by role -------------------------------------------------
+// --- the data of a report: buffers, live buffers at a moment, bytes by role ------------------------------------------
 
 const SPACES = ["device", "host"];
 
@@ -9,7 +9,7 @@ function makeModel(data) {
     items,
     numMoments: data.moments.length,
     momentName: (moment) => data.moments[moment],
-    /** What is alive at a moment, largest first; `bytes` of a folded row depends on the moment. */
+    /** Buffers that are alive at a moment, largest first; the `bytes` of a folded row depend on the moment. */
     alive: (space, moment) => items
       .filter((item) => item.space === space && item.start <= moment && moment <= item.end)
       .map((item) => (item.steps ? { ...item, bytes: foldedBytes(item, moment) } : item))
@@ -33,7 +33,7 @@ function decodeBuffers(data) {
   });
 }
 
-/** Buffers that were folded to keep the file small: one row a role, with its bytes as steps over the program. */
+/** Small buffers that Python folded into one row per role; `steps` are pairs of a moment and the change of bytes there. */
 function decodeRest(data) {
   return data.rest.map((rest, at) => ({
     id: data.buffers.bytes.length + at, space: rest.space, role: rest.role, path: "", phase: "", scope: "", operation: "",
@@ -55,7 +55,7 @@ function mergeBuffers(list) {
   return {
     ...list[0], ...texts, spread, id: Math.min(...all("id")), count: list.length, each: list[0].bytes,
     bytes: list.reduce((sum, i) => sum + i.bytes, 0), padding: list.reduce((sum, i) => sum + i.padding, 0),
-    start, end, length: end - start, label: `${count(list.length)} × ${shared(all("label"))}`,
+    start, end, length: end - start, label: counted(all("label")),
   };
 }
 
@@ -65,7 +65,7 @@ function foldedBytes(item, moment) {
   return sum;
 }
 
-/** Bytes by role at every moment, roles from the bottom of the stack to its top. */
+/** Bytes by role at every moment; roles are in order from the bottom of the stack to its top. */
 function makeSeries(items, numMoments, order) {
   const steps = {};
   const add = (role, at, bytes) => { (steps[role] ??= new Float64Array(numMoments + 1))[at] += bytes; };

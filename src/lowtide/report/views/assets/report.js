@@ -221,7 +221,7 @@ function select(moment) {
 
 let pending = false;
 
-/** The marker follows at once; what is slower is drawn once a frame. */
+/** Move the marker at once; draw the slower parts at most once per frame. */
 function drawMoment() {
   markMoment();
   if (pending) return;

@@ -59,7 +59,7 @@ function drawRow(row, columns, chosen, hooks) {
   return detail ? [tr, element("tr", { class: "detail" }, element("td", { colspan: columns.length }, detail))] : [tr];
 }
 
-/** Rows that contain every word of the query in one of their texts. */
+/** Rows whose texts together contain every word of the query. */
 function filterRows(rows, query, texts) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) return rows;
@@ -71,14 +71,14 @@ function filterRows(rows, query, texts) {
 
 const cell = (text, kind) => element("td", { class: kind ?? null }, text);
 
-/** `a/b/train.py:41 (Model.fit.<locals>.loss)` as `train.py:41 (loss)`: a column must not cut the line. */
+/** Shorten `a/b/train.py:41 (Model.fit.<locals>.loss)` to `train.py:41 (loss)`, so that it fits into a column. */
 function shortSource(source) {
   const [place, scope] = source.split(" (");
   const name = place.slice(place.lastIndexOf("/") + 1);
   return scope ? `${name} (${scope.slice(scope.lastIndexOf(".", scope.length - 2) + 1)}` : name;
 }
 
-/** Rows that differ in the numbers of their names alone, as one row: `32 × layers/…`. */
+/** Merge rows that differ only in the numbers of their names into one row: `32 × layers/…`. */
 function groupAlike(rows, keyOf, merge) {
   const groups = new Map();
   for (const row of rows) {
@@ -91,10 +91,16 @@ function groupAlike(rows, keyOf, merge) {
 
 const pattern = (text) => text.replace(/\d+/g, "#");
 
-/** The text that all share, with `*` for the numbers that differ; empty where more than numbers differ. */
+/** The common form of texts, with `*` for numbers that differ; empty if more than numbers differ. */
 function shared(texts) {
   if (new Set(texts.map(pattern)).size !== 1) return "";
   const numbers = texts.map((text) => text.match(/\d+/g) ?? []);
   let at = -1;
   return texts[0].replace(/\d+/g, (found) => (at++, numbers.every((n) => n[at] === found) ? found : "*"));
+}
+
+/** The common form of texts after their number, `32 × layers/…`; numbers of arguments are listed: `2, 3`. */
+function counted(texts) {
+  const text = shared(texts);
+  return text && !/[\p{L}\d]/u.test(text) ? [...new Set(texts)].sort().join(", ") : `${count(texts.length)} × ${text}`;
 }

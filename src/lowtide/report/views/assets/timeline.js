@@ -3,7 +3,7 @@
 const MARGIN = { left: 64, right: 12, top: 26, bottom: 26 };
 let charts = 0;
 
-/** Indexes to draw when there are more than columns: of every stretch the one with most bytes. */
+/** Indices of moments to draw, one per column: the moment with most bytes in the column's range (`low` to `high`). */
 function pickColumns(totals, room) {
   const n = totals.length;
   const columns = Math.min(n, Math.max(1, Math.floor(room)));
@@ -18,7 +18,7 @@ function pickColumns(totals, room) {
 }
 
 /**
- * Draw a chart and return how to find moments in it.
+ * Draw a chart; return its scales, and a function from a pointer's x coordinate to a moment.
  * options: series, styles, peak (moment), capacity (bytes or null), highest (bytes the axis has to reach).
  */
 function drawChart(node, options) {
@@ -86,7 +86,7 @@ function drawAreas(chart, series, styles, columns, x, y, id) {
   if (columns.length) chart.append(svg("path", { class: "total", d: steps(columns, lower, x, y, false) }));
 }
 
-/** A staircase over the columns, from left to right or back. */
+/** SVG path of a staircase over the columns, from left to right, or from right to left if `back`. */
 function steps(columns, values, x, y, back) {
   const parts = columns.map((column, c) => {
     const from = x(column.low).toFixed(2), to = x(column.high).toFixed(2), at = y(values[c]).toFixed(2);
@@ -104,7 +104,7 @@ function limitLine(plot, y, bytes) {
 
 function peakMark(plot, x, y, bytes, limit) {
   const left = x > plot.left + (plot.right - plot.left) * 0.55;
-  // Where the label would stand on the line of the capacity, it moves below.
+  // If the label would overlap the line of the capacity, it moves below that line.
   const below = limit !== null && Math.abs(y - 8 - limit) < 18 ? 26 : 0;
   return [
     svg("circle", { class: "peak", cx: x, cy: y, r: 4 }),

@@ -1,7 +1,7 @@
 // --- squarified treemap: areas are bytes, first by role, then by buffer ----------------------------------------------
 
-const SMALLEST = 64; // square pixels below which buffers share one cell
-const GAP = 3; // pixels between roles; the last ones lie outside of the map
+const SMALLEST = 64; // area in square pixels below which buffers share one cell
+const GAP = 3; // pixels between roles; the last gap lies outside of the map
 
 /** Lay values out in a rectangle, keeping cells close to squares (Bruls, Huizing, van Wijk 2000). */
 function squarify(values, box) {
@@ -33,7 +33,7 @@ function worst(values, from, num, sum, side, scale) {
   return Math.max(squared * values[from] * scale, 1 / (squared * values[from + num - 1] * scale));
 }
 
-/** Draw what is alive. Returns the cells, in the order in which arrow keys visit them. */
+/** Draw the live buffers `items`. Return the cells, in the order in which arrow keys visit them. */
 function drawTreemap(node, items, styles) {
   const groups = new Map();
   for (const item of items) groups.set(item.role, [...(groups.get(item.role) ?? []), item]);
@@ -78,7 +78,7 @@ function drawCell(item, cell, style) {
     class: roomy ? "cell" : "cell small", role: "option", "aria-label": `${item.label}, ${item.role}, ${formatBytes(item.bytes)}`,
     "data-bytes": item.bytes, "data-id": item.id, style: { ...place({ ...cell, w, h }), ...roleFill(style), color: style.ink },
   });
-  // A texture under small letters is hard to read: a plain ground for them.
+  // Small letters are hard to read on a texture, so they get a plain background.
   const lines = Math.max(1, Math.min(3, Math.floor((h - 22) / 15)));
   if (roomy) node.append(element("span", {
     class: lines > 1 ? "wrap" : null, style: { backgroundColor: style.color, WebkitLineClamp: String(lines) },
@@ -87,12 +87,12 @@ function drawCell(item, cell, style) {
   return node;
 }
 
-/** A label that breaks after slashes and underscores rather than within words. */
+/** Parts of a label with line-break hints after slashes and underscores, so that words stay whole. */
 function breakable(label) {
   return label.split(/(?<=[/_])/).flatMap((part, at) => (at ? [element("wbr"), part] : [part]));
 }
 
-/** The end of a path says more than its beginning; how many there are stays. */
+/** Shorten a label by dropping the beginning of the path, which says less than its end; keep a count such as `32 × `. */
 function shortLabel(label, width, lines) {
   const room = Math.floor((width - 12) / 7) * lines;
   if (label.length <= room) return label;

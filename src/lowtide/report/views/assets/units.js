@@ -1,8 +1,8 @@
-// --- sizes, numbers, elements: nothing here knows of reports ---------------------------------------------------------
+// --- sizes, numbers, elements; independent of reports ----------------------------------------------------------------
 
 const UNITS = ["KiB", "MiB", "GiB", "TiB"];
 
-/** A size as Lowtide's `format_bytes` prints it: two decimals, ties to the even digit, the unit chosen when rounded. */
+/** A size as in Lowtide's `format_bytes`: two decimals, ties to even; the unit is selected after rounding. */
 function formatBytes(bytes) {
   const sign = bytes < 0 ? "-" : "";
   const size = Math.abs(bytes);
@@ -93,7 +93,7 @@ function makeTooltip(node) {
   return { show, hide };
 }
 
-/** A line a role with its bytes, largest first, for a tooltip. */
+/** Lines of a tooltip: one per role, with its bytes, largest first. */
 function roleLines(pairs, styles) {
   const sorted = pairs.filter(([, bytes]) => bytes).sort((a, b) => b[1] - a[1]);
   return sorted.map(([role, bytes]) =>
