@@ -14,6 +14,8 @@ import pytest
 
 from lowtide import models
 from lowtide.adapters import lora
+from lowtide.adapters.lora import _initialization, _kinds, _lora, _model
+from lowtide.adapters.lora._schema import AdapterFile
 from lowtide.core import (
     ConfigError,
     ModelFileError,
@@ -26,6 +28,7 @@ from lowtide.core import (
     tree_bytes,
     value_and_grad,
 )
+from lowtide.finetune._config import LORA_VARIANTS
 from lowtide.jaxprs import equations
 from tests.models.kinds import KINDS
 
@@ -303,3 +306,81 @@ class TestRefusals:
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
         with pytest.raises(ModelFileError, match=rf"(?s){match.replace('w.2', 'lora_')}.*hint: "):
             lora.load({"layers": base()}, tmp_path)
+
+
+def test_a_switch_of_lora_has_a_row_in_the_table_of_variants() -> None:
+    """A field or an option outside of the table would reach no guard, so its variant would silently do nothing."""
+    fields = {field.name: field.type for field in dataclasses.fields(lora.Config)}
+    assert {name for name, kind in fields.items() if kind == "bool"} == {row.field for row in _lora.VARIANTS}
+    options = {name for name in AdapterFile.model_fields if name.startswith("use_")}
+    assert options == {row.option for row in _lora.VARIANTS}
+    assert {name for switches in LORA_VARIANTS.values() for name in switches} == {row.field for row in _lora.VARIANTS}
+    for row in _lora.VARIANTS:
+        assert not (row.is_sum and row.leaf) and bool(row.leaf) == bool(row.suffix)
+        assert getattr(lora.LoRAWeight, row.leaf or row.field, 0) in (None, False)  # the node's default is plain LoRA
+        assert not row.leaf or (row.leaf in lora.LoRAWeight.AXES and row.leaf.startswith("lora_"))
+
+
+class TestUnknownVariant:
+    """rsLoRA, with a row in the table that does not say what it computes."""
+
+    CONFIG = lora.Config(rank=2, targets="w", rslora=True)
+    NODE = lora.LoRAWeight(jnp.ones((6, 8)), jnp.ones((2, 8)), jnp.ones((6, 2)), alpha=2.0, rslora=True)
+
+    @pytest.fixture(autouse=True)
+    def rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows = tuple(row._replace(name=f"new {row.name}", is_sum=False) for row in _lora.VARIANTS)
+        for module in (_lora, _initialization, _kinds, _model):
+            monkeypatch.setattr(module, "VARIANTS", rows)
+        monkeypatch.setattr(type(_lora.LORA_KIND), "variants", rows)
+
+    def add(self, model: Any, **options: Any) -> Any:
+        return lora.add(model, self.CONFIG, key=KEY, **options)
+
+    def test_it_is_refused_when_it_is_added(self) -> None:
+        mixture, x = jax.eval_shape(lambda: models.init(KINDS["mixtral"], key=KEY)), jnp.ones((2, 8))
+        experts = dataclasses.replace(self.CONFIG, targets="**/experts/up")
+        table = dataclasses.replace(self.CONFIG, targets="outer/embed")
+        kernel = {"fn": lambda p, x: jnp.einsum("bi,ihd->bhd", x, p["w"]), "args": (x,)}
+        product = {"fn": lambda p, x: x @ p["w"], "args": (x,)}
+        cases: list[tuple[str, Any]] = [
+            ("w: this kernel supports only plain LoRA", lambda: self.add({"w": jnp.ones((8, 2, 3))}, **kernel)),
+            (r"as \[in, out\].*which new rsLoRA, new DoRA, ", lambda: self.add({"w": jnp.ones((8, 3))}, **product)),
+            ("experts support only LoRA.*got: new rsLoRA", lambda: lora.add(mixture, experts, key=KEY)),
+            ("an embedding supports only LoRA.*got: new rsLoRA", lambda: lora.add(mixture, table, key=KEY)),
+            ("LoftQ .* needs rslora=False, dora=False", lambda: lora.loftq(base(), self.CONFIG, key=KEY)),
+            ("init: 'pissa' contradicts rslora", lambda: dataclasses.replace(self.CONFIG, init="pissa")),
+        ]
+        for match, call in cases:
+            with pytest.raises(ConfigError, match=f"(?s){match}"):
+                call()
+        assert self.add(base())["w"].kind == "new rsLoRA"
+
+    def test_its_nodes_are_no_sums(self, tmp_path: Any) -> None:
+        model = {"w": self.NODE}
+        plain = {"v": dataclasses.replace(self.NODE, rslora=False)}
+        cases: list[tuple[str, Any]] = [
+            ("the kind new rsLoRA is not a sum", lambda: lora.combine([model, model])),
+            ("w: new rsLoRA cannot be unmerged", lambda: lora.unmerge({"w": jnp.ones((6, 8))}, lora.split(model)[0])),
+            ("does not support new rsLoRA", lambda: self.NODE.rows(jnp.array([1]))),
+            ("several kinds.*LoRA and new rsLoRA", lambda: lora.save(model | plain, tmp_path)),
+        ]
+        for match, call in cases:
+            with pytest.raises(StructureError, match=f"(?s){match}"):
+                call()
+        with pytest.raises(TypeError):
+            jnp.ones((2, 6)) @ self.NODE
+
+    @pytest.mark.parametrize(
+        ("weight", "changes", "match"),
+        [
+            (jnp.ones((6, 8)), {"init_lora_weights": "olora"}, "option 'init_lora_weights' is not supported"),
+            (jnp.ones((2, 3, 8)), {"lowtide_kernels": {"w": [2, 1]}}, "got: use_rslora=True, use_dora=False, "),
+        ],
+    )
+    def test_its_files(self, weight: Any, changes: Any, match: str, tmp_path: Any) -> None:
+        lora.save({"w": self.NODE}, tmp_path)
+        path = tmp_path / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        with pytest.raises(ModelFileError, match=f"(?s){match}"):
+            lora.load({"w": weight}, tmp_path)

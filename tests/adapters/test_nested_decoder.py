@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +25,10 @@ pytestmark = [
 ]
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 4, "patch_size": 2}  # fmt: skip
-OPTIONS = {"class": "LoraConfig", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+OPTIONS = {
+    "LoRA": {"class": "LoraConfig", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "VeRA": {"class": "VeraConfig", "r": 8, "target_modules": ["q_proj", "v_proj"]},
+}
 """The tower of images has modules of these names, too."""
 
 
@@ -43,10 +47,11 @@ def whole(peer: Peer, tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*only its text decoder is read")
-def test_adapters_go_to_peft_and_come_back(peer: Peer, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_adapters_go_to_peft_and_come_back(kind: str, peer: Peer, whole: Path, tmp_path: Path) -> None:
     model = models.load(whole)
     assert model.config.num_layers == KINDS["gemma3_text"].num_layers
-    theirs = peft_adapter(peer, whole, OPTIONS, tmp_path / "theirs")
+    theirs = peft_adapter(peer, whole, OPTIONS[kind], tmp_path / "theirs")
     keys = [*load_file(theirs / "adapter_model.safetensors")]
     assert any("vision_tower" in key for key in keys)
     with pytest.warns(UserWarning, match="4 tensors of image modules are ignored, such as .*vision_tower"):
@@ -62,11 +67,17 @@ def rename(path: Path, old: str, new: str) -> None:
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model."])
-def test_names_of_other_versions_and_of_a_decoder_alone_are_read(prefix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "config"),
+    [
+        ("language_model.model.", lora.Config(rank=2, targets="**/q_proj")),
+        ("model.", lora.VeRAConfig(rank=2, targets="**/q_proj")),
+    ],
+)
+def test_names_of_other_versions_and_of_a_decoder_alone_are_read(prefix: str, config: Any, tmp_path: Path) -> None:
     text = base("gemma3_text")
     nested = dataclasses.replace(text, config=dataclasses.replace(text.config, module_prefix="model.language_model."))
-    adapted = lora.add(nested, lora.Config(rank=2, targets="**/q_proj"), key=jax.random.key(1))
+    adapted = lora.add(nested, config, key=jax.random.key(1))
     lora.save(adapted, tmp_path)
     rename(tmp_path / "adapter_model.safetensors", "model.language_model.", prefix)
     jax.tree.map(np.testing.assert_array_equal, lora.load(nested, tmp_path), adapted)

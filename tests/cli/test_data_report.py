@@ -3,8 +3,9 @@ import io
 
 from rich.console import Console
 
-from lowtide.cli._data_report import describe, print_examples
-from lowtide.finetune import FinetuneConfig
+from lowtide import models
+from lowtide.cli._data_report import describe, describe_ends, missing_end_warning, print_examples
+from lowtide.finetune import EndTokens, FinetuneConfig
 from lowtide.finetune.data import DataReport
 
 REPORT = DataReport(
@@ -23,6 +24,7 @@ REPORT = DataReport(
     num_held_out_left_out=1,
     num_held_out_lost_tokens=1234,
     examples=[[("[ebb]?", False), ("flow" * 1000, True)]],
+    unread=("id", "messages.name"),
 )
 
 
@@ -32,9 +34,25 @@ def test_the_plan_says_what_became_of_records():
     assert said["left out"] == "3 blank, 2 without a token to learn; 7 cut at 512 tokens, 90 tokens lost"
     assert said["rows"] == "99 to train on, 98.1% full, 40.0% of their tokens learned"
     assert said["held out"] == "1 documents left out, 1,234 tokens lost at 512 tokens"
-    whole = dataclasses.replace(REPORT, num_held_out_left_out=0, num_held_out_lost_tokens=0)
-    assert "held out" not in describe(whole, FinetuneConfig())
+    assert said["not read"] == "id, messages.name"
+    whole = dataclasses.replace(REPORT, num_held_out_left_out=0, num_held_out_lost_tokens=0, unread=())
+    assert {"held out", "not read"}.isdisjoint(describe(whole, FinetuneConfig()))
     assert describe(None, FinetuneConfig()) == {}
+
+
+def test_the_plan_says_where_answers_end_and_warns_if_they_do_not(tiny_model_dir):
+    tokenizer = models.load_tokenizer(tiny_model_dir)
+    ends = EndTokens(answer=(0, 1), text=0, turn=1, is_turn_open=False)
+    assert describe_ends(ends, tokenizer) == "at <|endoftext|> (0) or ! (1)"
+    none = EndTokens(answer=(), text=None, turn=None, is_turn_open=True)
+    assert describe_ends(none, tokenizer) == "at no token"
+    text = dataclasses.replace(REPORT, kind="text", template=None)
+    warnings = [missing_end_warning(report, tokens) for report in (REPORT, text, None) for tokens in (ends, none)]
+    chat, plain = warnings[1], warnings[3]
+    assert warnings == [None, chat, None, plain, None, None]
+    assert chat.startswith("model/chat_template.jinja writes no end token after an answer, so the model does not learn")
+    assert plain.startswith("neither config.json nor the tokenizer names an end token, so the model does not learn")
+    assert "hint: name a template" in chat and "hint: set eos_token_id" in plain
 
 
 def test_what_is_not_learned_is_dim_and_long_records_are_shortened():

@@ -3,13 +3,14 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide import lora, models
+from lowtide import finetune, lora, models
 from lowtide.cli import main
 from lowtide.finetune import text_loss, token_stream
 
@@ -92,15 +93,38 @@ def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path, monkey
 
 def test_a_template_and_columns_are_those_of_the_run(evaluate, tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ at }}")
     chat = [{"role": "user", "content": "the tide"}, {"role": "assistant", "content": " goes out"}]
-    (tmp_path / "r.jsonl").write_text(json.dumps({"chat": chat, "text": "x"}))
+    own = [{"role": "system", "content": "the"}, *chat]
+    (tmp_path / "r.jsonl").write_text("\n".join(json.dumps({"chat": turns, "text": "x"}) for turns in (chat, own)))
     flags = ("--seq-len", 24, "--columns", "messages=chat", "--chat-template", tmp_path / "mine.jinja")
-    (row,) = evaluate(*flags, data=tmp_path / "r.jsonl")[1]["results"]
-    assert row["num_tokens"] == len(models.load_tokenizer(tiny_model_dir).encode(" goes out").ids)
-    for flag in (flags[2:4], flags[4:]):
+
+    def count(*more):
+        (row,) = evaluate(*flags, *more, data=tmp_path / "r.jsonl")[1]["results"]
+        return row["num_tokens"]
+
+    def length(text):
+        return len(models.load_tokenizer(tiny_model_dir).encode(text).ids)
+
+    assert count() == 2 * length(" goes out")
+    # A system prompt goes before the conversation without one. Other variables of the template are other tokens.
+    for system, at in (("the tide in", ""), ("the tide in", " ebb"), ("ebb and ebb", " ebb")):
+        given = ("--system", system, *(("--template-arg", f"at={at}") if at else ()), "--loss-on", "all")
+        texts = (f"{system}the tide goes out{at}", f"thethe tide goes out{at}")
+        assert count(*given) == sum(length(text) - 1 for text in texts)
+    for flag in (flags[2:4], flags[4:], ("--system", "be brief"), ("--template-arg", "at=noon")):
         status, _, said = evaluate(*flag)
         assert status == 2 and f"{flag[0]} is for records" in said
+    (tmp_path / "p.jsonl").write_text('{"prompt": "the", "completion": " tide"}')
+    status, _, said = evaluate("--system", "be brief", data=tmp_path / "p.jsonl")
+    assert status == 2 and "--system and --template-arg are for conversations" in said
+
+
+def test_weights_are_stored_in_few_bits_for_a_loss(evaluate, monkeypatch):
+    seen, results = [], SimpleNamespace(loss=1.0, perplexity=3.0, num_tokens=8)
+    monkeypatch.setattr(finetune, "text_loss", lambda model, *_, **__: seen.append(model) or results)
+    assert evaluate("--quantize", "int8")[0] == 0
+    assert seen[0].layers["mlp"]["up_proj"]["weight"].format == "int8"
 
 
 @pytest.mark.slow

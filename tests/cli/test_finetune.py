@@ -62,7 +62,8 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
     status, printed, _ = finetune("--steps", "100", "--config", _config(tmp_path, learning_rate=2e-2, sample_tokens=8))
     assert status == 0
     out = tmp_path / "run"
-    for expected in ("predicted", "saved  ", "sample before", "sample after", "gradient tree", "; --compare", "→"):
+    texts = ("predicted", "saved  ", "sample before", "sample after", "gradient tree", "; --compare", "→")
+    for expected in (*texts, "answers end  at <|endoftext|> (0) "):
         assert expected in printed
     assert "stop_gradient" not in printed
     losses = [r["eval_loss"] for r in _records(out) if "eval_loss" in r]

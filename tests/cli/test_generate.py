@@ -290,10 +290,17 @@ def test_a_system_prompt_goes_before_conversations_without_one(generate, chat_di
     records = [{"messages": [asked]}, {"messages": [{"role": "system", "content": "own"}, asked]}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
     seen, whole = [], command._messages_to_ids
-    monkeypatch.setattr(command, "_messages_to_ids", lambda *given: seen.append(given[2]) or whole(*given))
-    flags = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 1, "--system", "be brief"]
-    assert generate(*flags, "--output", tmp_path / "o.jsonl", model=chat_dir)[0] == 0
-    assert [messages[0]["content"] for messages in seen[0].values()] == ["be brief", "own"]
+    monkeypatch.setattr(command, "_messages_to_ids", lambda *given: seen.extend(whole(*given)) or seen)
+    flags = ["--max-new-tokens", 1, "--system", "be brief"]
+    prompts = ["--prompts", tmp_path / "p.jsonl", "--output", tmp_path / "o.jsonl"]
+    assert generate(*prompts, *flags, model=chat_dir)[0] == 0
+    texts = [models.load_tokenizer(chat_dir).decode(ids) for ids in seen]
+    assert texts == ["<system>be brief<user>when?<a>", "<system>own<user>when?<a>"]
+    assert [each["messages"] for each in _records(tmp_path / "o.jsonl")] == [each["messages"] for each in records]
+    monkeypatch.setattr("builtins.input", lambda _, asked=["when?"]: asked.pop() if asked else "")
+    seen.clear()
+    assert generate("--chat", *flags, model=chat_dir)[0] == 0
+    assert [models.load_tokenizer(chat_dir).decode(ids) for ids in seen] == texts[:1]
     status, _, said = generate("--prompt", "when?", "--system", "be brief")
     assert status == 2 and "--system is for conversations" in said
 

@@ -12,7 +12,7 @@ import pytest
 from jax import P
 from jax.sharding import AxisType
 
-from lowtide.core import LinearWeight, linear, transposed_product
+from lowtide.core import LinearWeight, RunningGradient, StructureError, linear, transposed_product
 from lowtide.jaxprs import jaxpr_flops
 
 
@@ -30,6 +30,14 @@ def test_an_array_multiplies_as_x_w_transposed() -> None:
     x, w = jax.random.normal(jax.random.key(0), (2, 5, 3)), jax.random.normal(jax.random.key(1), (4, 3))
     np.testing.assert_allclose(linear(x, w), np.asarray(x) @ np.asarray(w).T, rtol=1e-5, atol=1e-6)
     assert linear(x[0, 0], w).shape == (4,)
+
+
+def test_a_stack_of_weights_is_refused_even_if_an_axis_fits() -> None:
+    stack = jnp.ones((2, 3, 3))
+    for weight in (stack, stack.astype(jnp.bfloat16), RunningGradient(stack, stack)):
+        with pytest.raises(StructureError, match=r"(?s)one matrix \[out, in\].*got: shape \[2, 3, 3\].*hint: .*vmap"):
+            linear(jnp.ones((5, 3)), weight)
+    assert jax.vmap(linear, (None, 0))(jnp.ones((5, 3)), stack).shape == (2, 5, 3)
 
 
 @pytest.mark.slow_after(2)

@@ -291,3 +291,5 @@ def test_attention_has_the_names_of_its_implementations():
     names = [FinetuneConfig(attention=name).attention for name in ("auto", *typing.get_args(lt.ops.Implementation))]
     assert len(set(names)) == 5
     assert set(lt.ops.IMPLEMENTATIONS) == set(typing.get_args(lt.ops.Implementation)), "each one has a description"
+    metavar = FinetuneConfig.__dataclass_fields__["attention"].metadata["metavar"]
+    assert metavar == "{auto,cudnn,splash,blocks,xla}", "the help text lists them"

@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lowtide import models
-from lowtide.finetune import config_from_dict, load_end_tokens
+from lowtide.finetune import Finetune, FinetuneConfig, config_from_dict, load_end_tokens
 from lowtide.finetune._base import _copy_config_keys, with_end_tokens
 from lowtide.finetune.data._load import load_data
 from lowtide.models._config_file import config_to_hf
@@ -87,6 +88,26 @@ def test_what_is_written_says_where_answers_end(base):
     assert json.loads(with_end_tokens(theirs, ends, config)["generation_config.json"])["temperature"] == 0.6
     (base / "chat_template.jinja").unlink()
     assert with_end_tokens({}, ends_of(base), config) == {}
+
+
+def test_a_model_that_is_tuned_as_a_whole_has_them_and_the_dtype_that_was_asked_for(base, tmp_path):
+    (base / "chat_template.jinja").write_text(CHATML)
+    (base / "generation_config.json").write_text('{"temperature": 0.6}')
+    ends = ends_of(base)
+    for save_dtype, dtype in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        run = SimpleNamespace(
+            config=FinetuneConfig(full=True, save_dtype=save_dtype),
+            trainer=SimpleNamespace(model=models.load(base), sharding=None),
+            **{"directory": base, "tokenizer_dir": base, "out": tmp_path / dtype, "ends": ends},
+            **{"write_memory": lambda table: None, "_processes": SimpleNamespace(is_first=True)},
+        )
+        Finetune.finish(run, None)
+        written = tmp_path / dtype / "model"
+        assert models.load_shapes(written).outer["embed"]["weight"].dtype == dtype
+        assert json.loads((written / "config.json").read_text())["torch_dtype"] == dtype
+        generation = json.loads((written / "generation_config.json").read_text())
+        assert generation == {"temperature": 0.6, "eos_token_id": list(ends.answer)}
+        assert ends_of(written) == ends and len(ends.answer) == 2
 
 
 def test_a_merged_phi3_keeps_the_padding_token_of_its_base(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -116,3 +119,43 @@ def test_a_large_file_is_read_in_pieces_to_the_same_batches(tmp_path: Path, monk
     (tmp_path / "data.txt").write_bytes(b"fine " * 1000 + b"\xff")
     with pytest.raises(DataError, match=r"data.txt: not UTF-8 text(.|\n)*hint: convert it"):
         load_data(config, tmp_path, tokenizer, end_token=2)
+
+
+IN_A_PROCESS = """
+import resource, sys
+from pathlib import Path
+from lowtide import models
+from lowtide.finetune import FinetuneConfig
+from lowtide.finetune.data._load import load_data
+
+def status(name):
+    return 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(name)))
+
+def read(path):
+    config = FinetuneConfig(data=path, seq_len=64, batch_size=2)
+    return load_data(config, models.base_path(), tokenizer, end_token=0)
+
+tokenizer = models.load_tokenizer(models.base_path())
+read(sys.argv[1])
+start = status("VmRSS")
+resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + 4 * 2**30,) * 2)  # a fault must not fill the machine
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the start
+data = read(sys.argv[2])
+print(status("VmHWM") - start, data.num_train_tokens + data.num_held_out_tokens)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which reports the memory of a process")
+def test_a_document_of_40_mb_takes_at_most_512_mib(tmp_path: Path) -> None:
+    """Of the host, above what the process has; as a whole it would take 150 bytes for each byte of text."""
+    text = "\n\n".join(topics.values())
+    (tmp_path / "small.txt").write_text(text)
+    with open(tmp_path / "large.txt", "w") as file:
+        for _ in range(40_000_000 // len(text)):
+            file.write(text)
+    command = [sys.executable, "-c", IN_A_PROCESS, str(tmp_path / "small.txt"), str(tmp_path / "large.txt")]
+    peak, num_tokens = map(int, subprocess.run(command, check=True, capture_output=True).stdout.split())
+    assert num_tokens > 10_000_000
+    assert peak < 512 * 2**20

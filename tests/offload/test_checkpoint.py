@@ -289,6 +289,24 @@ def test_bytes_on_a_tpu_are_where_they_were_said_to_be() -> None:
     assert offloaded - recomputed < 1.1 * UP_BYTES / LAYERS  # the one layer that is on its way
 
 
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
+def test_one_number_a_layer_stays_on_a_tpu() -> None:
+    """Its compiler has no slices of one number in host memory."""
+
+    def body(h: jax.Array, w: jax.Array) -> jax.Array:
+        rows = checkpoint_name(jnp.tanh(h @ w), "rows")
+        return rows * jnp.sin(checkpoint_name(jnp.sum(rows**2), "norm"))
+
+    def loss(w: jax.Array, h: jax.Array) -> jax.Array:
+        run = checkpoint(body, offload=["rows", "norm"], prevent_cse=False)
+        return jnp.sum(jax.lax.scan(lambda h, w: (run(h, w), None), h, w)[0])
+
+    compiled = compile(jax.grad(loss), jnp.ones((4, 128, 128)), jnp.ones((64, 128)), target="v5e")
+    verify(compiled, {}, host_temp_bytes=4 * 64 * 128 * 4)
+
+
 def test_a_value_that_the_backward_pass_does_not_read_is_not_moved() -> None:
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum(checkpoint_name(x @ w, "sum") + x)

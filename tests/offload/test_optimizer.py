@@ -429,6 +429,10 @@ def test_state_on_the_device_is_refused(jit: bool) -> None:
     update = jax.jit(wrapped.update) if jit else wrapped.update
     with pytest.raises(PlacementError, match=r"0/mu/w is not in host memory(.|\n)*hint: .*lt\.offload\.to_host"):
         update(start, tx.init(start), start)
+    shapes = jax.eval_shape(wrapped.init, start)
+    with pytest.raises(PlacementError, match=r"hint: .*jax\.eval_shape.*lt\.offload\.to_host\(state, "):
+        jax.eval_shape(update, start, shapes, start)
+    jax.eval_shape(update, start, to_host(shapes, "**/{mu,nu}/**"), start)  # as the hint says
 
 
 @pytest.mark.parametrize(

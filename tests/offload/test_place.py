@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from lowtide.core import ConfigError, PlacementWarning, SelectionError, leaves_with_paths, memory_space
 from lowtide.memory import analyze, compile, target
 from lowtide.offload import memory_kinds, to_device, to_host, verify
+from lowtide.offload._host_memory import fetch
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -72,6 +73,11 @@ def test_tracers_move_inside_a_jitted_function() -> None:
     assert seen == [HOST, DEVICE, HOST]
     assert out.sharding.memory_kind == "pinned_host"
     np.testing.assert_array_equal(out, np.full(3, 2.0))
+
+
+def test_an_array_without_rows_is_fetched() -> None:
+    fetched = jax.jit(fetch)(to_host({"empty": jnp.ones((0, 128)), "w": jnp.ones((16, 128))}), jnp.ones(3))
+    assert fetched["empty"].shape == (0, 128) and float(fetched["w"].sum()) == 16 * 128
 
 
 def test_a_second_call_compiles_nothing(compilations: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowtide.core import ConfigError, LayerStack, StructureError
+from lowtide.core import ConfigError, LayerStack, SelectionError, StructureError
 from lowtide.pipeline import SCHEDULES, Costs, Pipeline, Schedule, schedule, value_and_grad
 
 TWO_STAGES = {"interleaved", "interleaved-zb", "looped-bfs", "zb-v", "dualpipe-v", "v-half", "v-min"}
@@ -373,6 +373,25 @@ def test_a_batch_may_have_no_arrays() -> None:
     assert_close(jax.jit(pipeline)(outer, layers, {}), of_plain_jax(stack, outer, layers, {}))
 
 
+def test_a_block_may_print(capfd: pytest.CaptureFixture[str]) -> None:
+    def block(layer: Any, h: Any, batch: Any) -> Any:
+        h = jnp.tanh(h @ layer)
+        jax.debug.print("sum {}", jnp.sum(h))
+        return h
+
+    def printed(fn: Any, *args: Any) -> list[float]:
+        jax.block_until_ready(jax.jit(fn)(*args))
+        jax.effects_barrier()
+        return sorted(float(line.removeprefix("sum ")) for line in capfd.readouterr().out.splitlines())
+
+    stack = LayerStack(lambda outer, x: x, block, lambda outer, h, x: (jnp.mean(h**2), {}))
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], normal(2, 6, WIDTH)
+    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=3), mesh=mesh_of(2, 1))
+    wanted = printed(lambda layers: [stack.apply({}, layers, part) for part in jnp.split(x, 3)], layers)
+    assert len(wanted) == 3 * 4
+    assert printed(pipeline, {}, layers, x) == pytest.approx(wanted, abs=1e-4)
+
+
 def test_the_report_of_a_batch_whose_first_leaf_is_a_key() -> None:
     pipeline = pipeline_of("1f1b", 2)
     outer, layers = parameters(4)
@@ -420,7 +439,7 @@ def test_layers_and_batches_that_do_not_fit_are_named() -> None:
         alone(outer, layers, {name: leaf if name == "key" else leaf[:11] for name, leaf in batch.items()})
     with pytest.raises(StructureError, match=r"(?s)labels and tokens have different numbers of rows, 24 and 12.*hint:"):
         alone(outer, layers, {**batch, "tokens": batch["tokens"][:12]})
-    with pytest.raises(StructureError, match=r"(?s)leading axis does not split.*got: shape \(0, 3\).*hint:"):
+    with pytest.raises(StructureError, match=r"batch leaf labels has no rows\nhint:"):
         alone(outer, layers, {name: leaf if name == "key" else leaf[:0] for name, leaf in batch.items()})
     few = {name: leaf if name == "key" else leaf[:12] for name, leaf in batch.items()}
     for run in (pipeline_of("1f1b", 2), pipeline_of("1f1b", 2).report):
@@ -488,8 +507,16 @@ def test_rows_that_differ_or_are_none_are_not_evaluated() -> None:
     x = jnp.ones((7, 5, WIDTH))
     with pytest.raises(StructureError, match=r"(?s)different numbers of rows, 13 and 7.*hint:"):
         pipeline.evaluate({}, layers, {"x": x, "w": jnp.ones(13)})
-    with pytest.raises(StructureError, match=r"(?s)does not split.*got: shape \(0,.*hint:"):
-        pipeline.evaluate({}, layers, {"x": x[:0]})
+    for run in (pipeline, pipeline.evaluate, pipeline.report):
+        with pytest.raises(StructureError, match=r"batch leaf x has no rows\nhint:"):
+            run({}, layers, {"x": x[:0]})
+
+
+def test_an_integer_that_is_selected_is_refused_by_the_report_too() -> None:
+    pipeline, _, layers = evaluated(False)
+    for run in (pipeline, pipeline.report):
+        with pytest.raises(SelectionError, match="outer/step: a leaf of type int32 cannot be differentiated"):
+            run({"step": jnp.int32(0)}, layers, {"x": jnp.ones((24, 5, WIDTH))})
 
 
 def evaluated(weighted: bool) -> tuple[Pipeline, LayerStack, Any]:

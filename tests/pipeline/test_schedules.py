@@ -404,7 +404,10 @@ def test_sizes_that_do_not_fit_are_named(options: dict[str, Any], message: str) 
         schedule(given.pop("name"), **given)
 
 
-@pytest.mark.parametrize("wrong", [{"forward": 0}, {"weight": [1, -1]}, {"communication": -1}, {"input": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"forward": 0}, {"weight": [1, -1]}, {"communication": -1}, {"communication": [1, 2]}, {"input": float("nan")}],
+)
 def test_costs_are_positive_numbers(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"(?s){next(iter(wrong))} must be a finite number .*hint: use any unit"):
         Costs(**wrong)
@@ -420,6 +423,7 @@ def test_costs_are_positive_numbers(wrong: dict[str, Any]) -> None:
         (lambda: schedule("1F1B", num_stages=4, num_microbatches=4), "name must be .*, not '1F1B'"),
         (lambda: schedule("auto", num_stages=4, num_microbatches=4, costs=(1, 1, 1)), "costs must be a lowtide"),
         (lambda: simulate("1f1b"), "schedule must be a lowtide.pipeline.Schedule, not '1f1b'"),
+        (lambda: scan_makespan(schedule("1f1b", num_stages=4, num_microbatches=4), Costs(forward=[1] * 5)), "not 5"),
     ],
 )  # fmt: skip
 def test_arguments_of_other_types_are_named(call: Any, message: str) -> None:

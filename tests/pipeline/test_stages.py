@@ -87,14 +87,14 @@ def tiny(
     **options: Any,
 ) -> StageReport:
     """Of a block with one weight, on devices of the CPU."""
-    mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
+    options.setdefault("mesh", Mesh(np.array(jax.devices()[:4]), ("stage",)))
     stack = LayerStack(
         first=lambda outer, batch: batch["x"],
         block=lambda layer, h, batch: jnp.tanh(checkpoint_name(h @ layer["w"], "product")),
         last=lambda outer, h, batch: (jnp.mean(jax.nn.logsumexp(h @ outer["head"], -1)), {}),
     )
     made = schedule(name, num_stages=num_stages, num_microbatches=num_microbatches)
-    pipeline = value_and_grad(stack, made, mesh=mesh, **options)
+    pipeline = value_and_grad(stack, made, **options)
     outer = {"head": jax.ShapeDtypeStruct((8, num_classes), jnp.bfloat16)}
     layers = {"w": jax.ShapeDtypeStruct((num_layers, 8, 8), jnp.bfloat16)}
     return pipeline.report(outer, layers, {"x": jax.ShapeDtypeStruct((2 * num_microbatches, 8), jnp.bfloat16)})
@@ -208,6 +208,12 @@ def test_what_waits_keeps_within_the_limit_in_every_slot(remat: bool) -> None:
     assert found[0].time_over_ideal <= found[-1].time_over_ideal
     with pytest.raises(ScheduleError, match=r"(?s)less than the waiting memory.*about \d.* B.*hint: raise"):
         tiny("auto", **of, memory_limit=usual // 10)
+
+
+def test_a_limit_that_is_too_small_is_compared_for_one_device() -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("stage", "fsdp"))
+    with pytest.raises(ScheduleError, match=r"on each device, (.|\n)*about 114 B\n *got: 1 B\n"):  # 228 B of a rank
+        tiny("auto", num_microbatches=4, mesh=mesh, memory_limit=1)
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,8 @@ def test_twice_blocks_merging_and_training_are_refused(quantized: Any) -> None:
     for form, block in (("nf4", 7), ("nf4", 64.0), ("int4", "32"), ("int8", False), ("int4", 2**31), ("mxfp4", 64)):
         with pytest.raises(ConfigError, match=f"block of {form} must be .*, not {block!r}\nhint: "):
             node(form, block=block)
+    with pytest.raises(StructureError, match=r"(?s)a product needs one matrix.*got: shape \[3, 64, 64\].*hint:"):
+        node("int8", np.ones((3, 64, 64), np.float32)).linear(jnp.ones((2, 64)))
     with pytest.raises(SelectionError, match="codes: a leaf of type uint4 cannot be differentiated"):
         lt.value_and_grad(lambda m, b: loss(m, b)[0], "layers/**")(quantized, BATCH)
     with pytest.raises(SelectionError, match=r"weight/\w+: a leaf of a QuantizedWeight cannot be trained(.|\n)*hint:"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from importlib import metadata
 from pathlib import Path
@@ -161,6 +162,19 @@ def test_the_terminal_names_what_changed(width: int, reports: Any, tmp_path: Pat
     assert max(map(len, text.splitlines())) <= width
     assert "+3.91 GiB" in text and "-856.34 MiB" in text and "-10.50 GiB" in text
     assert "8 × " in text and "owners did not change" in text
+
+
+def test_arguments_without_names_are_listed_by_their_numbers(reports: Any) -> None:
+    from rich.console import Console
+
+    paths = ("2", "3", "layers/0/w", "layers/1/w")
+    sides = [reports.make([buffer("other", size, path=path) for path in paths], [""]) for size in (2**20, 2**21)]
+    for view in (sides[0], diff(*sides)):
+        file = io.StringIO()
+        view.print(Console(width=120, file=file))
+        (row,) = (line for line in file.getvalue().splitlines() if "2, 3" in line)
+        assert "×" not in row
+        assert "2 × layers/*/w" in file.getvalue()
 
 
 def test_versions_name_the_cuda_plugin_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from lowtide.core import format_bytes
 from lowtide.memory import MemoryReport, diff
+from lowtide.report._facts import Buffer
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = [
@@ -372,6 +373,15 @@ def test_the_page_of_a_difference_adds_up(browser: Page, llm: MemoryReport, repo
     browser.point(after.peak_moment, chart="after", moments=5000)
     assert browser.at("#tooltip").text.splitlines()[0] == format_bytes(after.device_bytes)
     assert "the targets differ: v5p:1x1x1 before, v5e:2x2 after" in browser.at("footer").text
+    common: dict[str, Any] = {"space": "device", "role": "other", "start": 0, "end": 0}
+    sides = [
+        reports.make([Buffer(path=path, num_bytes=size, **common) for path in ("2", "3", "w1", "w2")], [""])
+        for size in (2**20, 2**21)
+    ]
+    for view in (sides[0], diff(*sides)):
+        view.to_html(tmp_path / "numbers.html")
+        browser.open(tmp_path / "numbers.html")
+        assert browser.column("owner") == ["2, 3", "2 × w*"]
     browser.assert_quiet()
 
 

@@ -1,5 +1,8 @@
 """What `fit` says about memory before its first step, and when it runs out."""
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +45,20 @@ def test_the_bytes_of_each_role_are_printed_beside_the_budget(capfd):
     ):
         assert text in " ".join(printed.err.split()), printed.err
     assert report.device_bytes >= STATE + 4 * WIDTH**2
+
+
+def test_a_notebook_shows_some_losses(monkeypatch):
+    shown, display = [], types.ModuleType("IPython.display")
+    display.display = lambda output: shown.append(output.text)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr("builtins.get_ipython", type("ZMQInteractiveShell", (), {}), raising=False)
+    records = trainer().fit(DATA * 10, num_steps=30)
+    lines = [text for text in shown if "s/step" in text]
+    steps = [1, *range(3, 31, 3)]
+    assert [line.split()[:4] for line in lines] == [
+        ["step", f"{step}", "loss", f"{records[step - 1]['loss']:.4f}"] for step in steps
+    ]
 
 
 @pytest.mark.slow

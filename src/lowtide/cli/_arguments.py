@@ -72,8 +72,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_template_argument(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the chat template. A model tuned with a custom template needs the same template again."""
-    parser.add_argument("--chat-template", metavar="FILE", help="file with a chat template (default: the model's)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--chat-template", metavar="FILE", help="file with a chat template (default: the model's)")
+    add("--system", metavar="TEXT", help="system prompt of conversations without one (default: the template's)")
+    add(
         "--template-arg",
         action="append",
         default=[],
@@ -101,7 +103,7 @@ def chat_template(args: argparse.Namespace) -> Any:
         except ValueError:
             arguments[name] = text
     template = load_chat_template(args.tokenizer or args.model or base_path(), args.chat_template)
-    return None if template is None else dataclasses.replace(template, arguments=arguments)
+    return None if template is None else dataclasses.replace(template, arguments=arguments, system=args.system)
 
 
 def check_not_empty(args: argparse.Namespace, *names: str) -> None:

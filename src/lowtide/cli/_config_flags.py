@@ -4,8 +4,7 @@ The types, defaults and docstrings of these fields are the only table of setting
 
 Rejected alternatives: tyro, simple-parsing and pydantic-settings also derive flags from a dataclass. They return a
 finished object with the defaults filled in. Here flags override a TOML file, and both override the configuration of a
-resumed run, so the code must know which settings were given. Those libraries also add their own checks and errors to
-those of the configuration, which needs its own for TOML files.
+resumed run, so the code must know which settings were given. `FinetuneConfig` needs checks for TOML files anyway.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def _docstrings() -> dict[str, str]:
         (tree,) = ast.parse(inspect.getsource(FinetuneConfig)).body
     except (OSError, TypeError):
         return {}
-    # Python drops the strings below fields; the source has each as the statement after its field.
+    # Python drops the strings below fields. In the source, the string is the statement after its field.
     body = typing.cast("ast.ClassDef", tree).body
     return {
         field.target.id: " ".join(text.value.value.replace("`", "").split())

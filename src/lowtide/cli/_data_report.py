@@ -14,7 +14,7 @@ _MAX_LOST_SHARE = 0.02
 
 
 def describe(report: Any, config: Any) -> dict[str, str]:
-    """Return the lines of the plan about the records of a `DataReport`; plain text has no report and no lines."""
+    """Return the lines of the printed plan about a `DataReport`; none for plain text, which has no report."""
     if report is None:
         return {}
     drop_counts = {

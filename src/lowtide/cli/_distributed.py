@@ -9,7 +9,7 @@ from typing import Any
 from ..core import ConfigError, check_integer
 
 _HEARTBEAT_SECONDS = 30
-"""Silence of a process, in seconds, after which the others end. With JAX's default of 100 a dead run waits longer."""
+"""Seconds without a heartbeat of a process after which the others end; JAX's default of 100 wastes more time."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:

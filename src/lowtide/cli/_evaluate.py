@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (
         ("--chat-template", args.chat_template),
         ("--template-arg", args.template_arg or None),
+        ("--system", args.system),
         ("--columns", args.columns),
         ("--loss-on", args.loss_on),
     ):
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether JSON can represent a value; it has no nan and no infinity."""
+    """Return whether JSON can represent a value; JSON has no nan and no infinity."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -126,7 +127,7 @@ def _measure(
     seq_len: int,
     console: Console,
 ) -> tuple[Callable[[Any, Any], Any], int, int]:
-    """Tokenise the data; return a function that evaluates a model on it, the number of targets, and the row length."""
+    """Tokenise the data; return a function that evaluates a model, the number of counted tokens, and the row length."""
     from ..finetune import batches_loss, text_loss, token_stream
     from ..finetune.data import evaluation_data
 
@@ -135,6 +136,9 @@ def _measure(
         options: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
         options |= {"seq_len": seq_len, "batch_size": args.batch_size, "vocab_size": base.config.vocab_size}
         batches, report = evaluation_data(Path(args.data), tokenizer, chat_template(args), **options)
+        if report.template is None and (args.system is not None or args.template_arg):
+            hint = "leave them out, or check --data and --chat-template"
+            raise ConfigError("--system and --template-arg are for conversations", hint=hint)
         for note in evaluation_notes(report, seq_len):
             print_labelled(console, "note", note)
         count = sum(int((batch["labels"] >= 0).sum()) for batch in batches)

@@ -1,7 +1,7 @@
 """``lowtide finetune``: tune a language model, with adapters or in full, and report the bytes of the step.
 
 The settings are fields of `FinetuneConfig` in `finetune/_config.py`, and `_config_flags` derives their flags. To add a
-setting, add a field there. This module adds flags that are no settings, such as ``--resume``.
+setting, add a field there. This module adds flags that are not settings of a run, such as ``--resume``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     check_not_empty(args, "config", "out")
     values = read_config(args.config) if args.config else {}
     values |= _config_flags.flag_settings(args)
-    # Must precede `_distributed.start` and `jax.process_index`: they start JAX's backends, and libtpu reads its flags
+    # This must precede `_distributed.start` and `jax.process_index`, which start JAX's backends: libtpu reads its flags
     # once, when it starts.
     _choose_tiles(Path(args.out) if args.resume else None, values)
     sharding = _distributed.start(args)
@@ -142,10 +142,10 @@ def _finetune(
         progress.remove_task(task)
     saved_bytes = None if compare else job.saved_bytes
     _print_plan(console, job, table, saved_bytes)
-    # Full tuning updates the model in place, so the untuned model exists only now.
+    # Full tuning updates the model in place, so sample from the untuned model now.
     before = job.sample_before() if config.full else None
     early_samples = {"before": before} if before is not None else {}
-    # Written before training, so that a run that is killed has a page, too.
+    # Write the page before training, so that a run that is killed has one, too.
     job.write_report(table, early_samples)
     try:
         _train(console, job, table, interrupted)
@@ -175,7 +175,7 @@ def _finetune(
     with progress_bar(console) as progress:
         progress.add_task("writing the page", total=None, visible=config.report)
         page = job.write_report(table, samples, timeline=True)
-    # Last, so that nothing of it occupies memory during training, and the files of the run are already written.
+    # Compile the naive step last: it then takes no memory from training, and the files of the run are already written.
     if compare:
         with progress_bar(console) as progress:
             progress.add_task("compiling the naive step for comparison", total=None)
@@ -239,7 +239,7 @@ def _report_only(args: argparse.Namespace) -> int:
 
 
 def _remember_interrupts() -> threading.Event:
-    """Raise KeyboardInterrupt as usual and record it, because Python drops it if it is raised in a runtime callback."""
+    """Also record each KeyboardInterrupt in the returned event: Python drops those raised in a runtime callback."""
     interrupted = threading.Event()
 
     def handle(signum: int, frame: Any) -> None:
@@ -337,7 +337,7 @@ def _attention(base: Any, config: Any) -> str:
     from ..ops import IMPLEMENTATIONS, AttentionMask, attention_implementation
 
     model_config, ids = base.config, jnp.zeros((1, 1), jnp.int32)
-    # Traced if the layers differ.
+    # If the layers have different windows, the step traces the window.
     windows = jnp.int32(1) if isinstance(model_config.windows, tuple) else model_config.windows
     options: dict[str, Any] = {"soft_cap": model_config.attention_soft_cap, "has_sinks": model_config.attention_sinks}
     options["mask"] = AttentionMask(window=windows, segment_ids=ids if config.is_packed else None)
@@ -348,7 +348,7 @@ def _attention(base: Any, config: Any) -> str:
 
 
 def _pipeline_lines(stages: Any) -> dict[str, str]:
-    """Return the line of the plan with the simulated time of the pipeline."""
+    """Return the plan's line with the simulated time of the pipeline; none without a pipeline."""
     if stages is None:
         return {}
     sizes = f"{len(stages.ranks)} stages, {stages.num_microbatches} microbatches"
@@ -374,7 +374,7 @@ def _tuning_lines(job: Any, table: Any) -> dict[str, str]:
 
 
 def _final_rate(config: Any) -> str:
-    """Describe the learning rate in the steps after the end of its schedule."""
+    """Describe the learning rate after the end of its schedule; return "" if the schedule covers all steps."""
     steps = config.schedule_steps or config.num_steps
     if steps >= config.num_steps or config.schedule in ("constant", "inverse_sqrt"):
         return ""
@@ -400,7 +400,7 @@ def _offload_words(trainer: Any) -> Sequence[str]:
 
 
 def _shortages(config: Any, report: Any, words: Sequence[str] = _OFFLOAD_WORDS) -> list[str]:
-    """Return the remedies when device or host memory is too small."""
+    """Return a message with remedies for each memory, of the device or the host, that is too small."""
     messages: list[str] = []
     if report.margin_bytes is not None and report.margin_bytes < 0:
         other_words = [word for word in words if word not in (config.offload or ())]

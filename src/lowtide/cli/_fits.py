@@ -24,7 +24,7 @@ from ._output import check_outputs, print_error, spinner, write_text
 
 _SIZES = ("device_bytes", "usable_bytes", "host_bytes", "host_usable_bytes")
 _FIELDS = ("target", *_SIZES, "compile_seconds", "error", "margin_bytes", "host_fits", "fits")
-"""Values of a row of the JSON file, in order; None where a value is unknown."""
+"""Keys of a row of the JSON file, in order; an unknown value becomes null."""
 
 
 def register(commands: Any) -> None:
@@ -251,8 +251,8 @@ def _run_child(arguments: Sequence[str]) -> None:
     if process.returncode < 0:
         text = f"signal {-process.returncode} killed the compiling process; the host may have run out of memory"
         raise _ChildError(text, process.returncode)
-    # The user's code may also print lines that begin with "error". After that word, Lowtide's
-    # own errors have a code or name the user's file.
+    # The user's code may also print lines that begin with "error". Lowtide continues them with a code or the user's
+    # file.
     match = re.search(r"^error ((?:\[LT|in the code of ).*)", process.stderr, flags=re.MULTILINE | re.DOTALL)
     raise _ChildError(match[1].rstrip() if match else process.stderr.rstrip()[-2000:], process.returncode)
 
@@ -274,7 +274,7 @@ def _measure_targets(
     names: Sequence[str], action: str, measure: Callable[[str], dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], bool]:
     """Measure targets one after the other; return rows, and whether a mistake in the arguments made every one fail."""
-    # `action` begins a sentence that ends with a target's name. A row of a target that failed has only its error.
+    # The spinner shows `action` and a target's name. The row of a failed target has only the name and the error.
     rows: list[dict[str, Any]] = []
     failures: list[_ChildError] = []
     for number, name in enumerate(names, start=1):

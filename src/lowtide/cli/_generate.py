@@ -53,7 +53,6 @@ def register(commands: Any) -> None:
     source.add_argument(
         "--chat", action="store_true", help="chat, with the model's chat template; an empty line ends it"
     )
-    add("--system", metavar="TEXT", help="system prompt of conversations without one (default: the template's)")
     add(
         "--stop",
         action="append",
@@ -88,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--chat supports only one conversation", hint="leave out --output, --num-samples and all adapters but one"
         )
-    # Prompts are read, and the output file is opened, before the model: mistakes in them should not cost its loading
-    # time.
+    # Read the prompts and open the output file before the model is loaded, so that mistakes in them show early.
     prompts_by_label = {} if args.chat else _read_prompts(args)
     prompts = [*prompts_by_label.values()]
     console = errors()  # only answers go to standard output
@@ -190,7 +188,7 @@ def _write_answer(file: TextIO | None, record: dict[str, Any]) -> None:
 
 
 def _context(record: dict[str, Any], ids: list[int]) -> list[int]:
-    """Return the tokens that an answer continues; none in a conversation, where template text precedes the answer."""
+    """Return the tokens that an answer continues; none for a conversation, whose last tokens are template text."""
     return ids if "prompt" in record else []
 
 
@@ -251,7 +249,7 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
     from ..models import Conversation
 
     ((_, model),) = _adapted_models(base, args.adapter)
-    ends, messages = end_tokens(args, model, tokenizer).answer, _system_messages(args)
+    ends, messages = end_tokens(args, model, tokenizer).answer, list[dict[str, Any]]()
     conversation = Conversation(model)
     while text := _read_input():
         messages.append({"role": "user", "content": text})
@@ -259,10 +257,6 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
         check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
         answer = _stream(args, conversation.stream, tokenizer, sampling, ids, ends, [])
         messages.append({"role": "assistant", "content": answer})
-
-
-def _system_messages(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [] if args.system is None else [{"role": "system", "content": args.system}]
 
 
 def _read_input() -> str:
@@ -282,8 +276,6 @@ def _encode_prompts(
     for flag, value in (("--system", args.system), ("--template-arg", args.template_arg)):
         if value and not chats:
             raise ConfigError(f"{flag} is for conversations", hint='use --chat, or "messages" in a .jsonl file')
-    for name, messages in chats.items():
-        chats[name] = messages if messages[0]["role"] == "system" else [*_system_messages(args), *messages]
     tools = {name: prompts[name]["tools"] for name in chats if "tools" in prompts[name]}
     chat_ids = iter(_messages_to_ids(args, tokenizer, chats, tools) if chats else [])
     ids: list[list[int]] = []

@@ -62,7 +62,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the settings of `lowtide finetune` that were given for a model's folder, for which `name` is empty."""
+    """Return the settings for a model's folder, from ``--config`` and flags; refuse them for a function (`name`)."""
     settings = (read_config(args.config) if args.config else {}) | _config_flags.flag_settings(args)
     if settings and name:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _near_misses(name: str, candidates: Sequence[str]) -> str | None:
 
 @contextlib.contextmanager
 def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Generator[Callable[..., Any]]:
-    """Load a function from a file, with its folder and the current directory importable; a model gives `step_job`."""
+    """Yield a function of a file, whose folder is importable meanwhile; for a model's folder, yield its `step_job`."""
     if path.is_dir() or gguf_file(path) is not None:
         from ..finetune import step_job  # a model's folder gives the step that tunes the model with these settings
 
@@ -180,7 +180,7 @@ def _is_user_file(filename: str, path: Path) -> bool:
 def read_settings(
     pairs: Sequence[str], maker: Callable[..., Any], name: str, *, variable: str | None = None
 ) -> dict[str, Any]:
-    """Parse the arguments of ``--set``, and check them against the parameters; `variable` gets its value later."""
+    """Parse the arguments of ``--set`` and check them against the parameters; `variable` needs no value here."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")

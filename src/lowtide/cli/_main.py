@@ -1,4 +1,4 @@
-"""The entry point: one module per subcommand, and error messages without tracebacks."""
+"""Entry point of the command line: it registers a module per command and prints errors without tracebacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 when a step does not fit, `inspect` finds a problem, the user's own code fails, or the
-        reader of the output has gone; 2 for a user's mistake (argparse raises SystemExit); 130 when interrupted.
+        reader of the output closes the pipe; 2 for a user's mistake (argparse raises SystemExit); 130 when interrupted.
     """
     parser = argparse.ArgumentParser(prog="lowtide", description="Memory-efficient training for JAX.")
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
-    """Return hints for unknown flags: the spelling of a setting, or the name of another library's flag here."""
+    """Return hints for unknown flags: the spelling of a setting's flag, or our name of another library's flag."""
     if args.run is not _finetune.run:
         return []
     from ..finetune import FinetuneConfig, flag_of, setting_of

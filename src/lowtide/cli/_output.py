@@ -60,7 +60,7 @@ def wide_console(width: int) -> Console:
 
 @dataclasses.dataclass
 class Clock:
-    """The seconds that a block took, and a function that updates the displayed text. This object is mutated."""
+    """Seconds that a block took, and a function that updates the displayed text; mutable."""
 
     set_text: Callable[[str], None]
     seconds: float = 0.0
@@ -82,7 +82,7 @@ def spinner(text: str) -> Generator[Clock]:
 
 
 def check_outputs(*files: str | None) -> None:
-    """Raise `ConfigError` for output files that cannot be written or are given twice, before minutes of compilation."""
+    """Raise `ConfigError` for an output file that cannot be written or is given twice, before a long compilation."""
     outputs = set[Path]()
     for file in filter(None, files):
         path = Path(file)

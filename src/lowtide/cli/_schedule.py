@@ -152,8 +152,8 @@ def _table(simulations: dict[str, Any], scan: float) -> Table:
         table.add_column(name, justify="right")
     results = simulations.items()
     rows = {mode: (r.makespan, r.busy, r.bubble, r.steady_bubble, r.utilization, r.peaks) for mode, r in results}
-    # A differentiated scan has no simulation. Its bubble is its time minus the work of the busiest rank, also in a row
-    # of batches: each batch's loop ends before the next one starts.
+    # A differentiated scan has no simulation. Its bubble is its time minus the work of the busiest rank. The steady
+    # bubble is the same, because the loop of a batch ends before that of the next batch starts.
     lockstep = simulations["in lockstep"]
     scan_bubble, share = scan - max(lockstep.busy), sum(lockstep.busy) / (len(lockstep.busy) * scan)
     rows["differentiated scan"] = (scan, lockstep.busy, scan_bubble, scan_bubble, share, _scan_peaks(lockstep))

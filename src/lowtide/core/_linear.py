@@ -58,6 +58,9 @@ def linear(
     Returns:
         Shape [..., out], in the dtype of `x`.
 
+    Raises:
+        StructureError: for a stack of weights, whose layer axis would be taken for [out].
+
     Memory:
         A weight of another dtype is cast again in the backward pass. So under a scan over layers no cast copy is kept.
 
@@ -112,6 +115,9 @@ def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "
 
 
 def _product(x: Array, weight: Array) -> Array:
+    if weight.ndim != 2:
+        hint = "multiply by one layer of a stack at a time, under jax.lax.scan or jax.vmap"
+        raise StructureError("a product needs one matrix [out, in]", got=f"shape {list(weight.shape)}", hint=hint)
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 

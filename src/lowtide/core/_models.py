@@ -164,7 +164,8 @@ class LayerStack:
         h = jax.eval_shape(self.first, outer, batch)
         _check_block(h, jax.eval_shape(self.block, layer, h, batch))
         result: Any = jax.eval_shape(self.last, outer, h, batch)
-        if not (isinstance(result, tuple) and len(result) == 2 and _is_loss(result[0])):
+        loss: Any = result[0] if isinstance(result, tuple) and len(result) == 2 else None
+        if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             problem, got = "the last function of the stack does not return a loss", _format_types(result)
             expected = "(loss, metrics), where loss is a floating-point scalar, and metrics may be {}"
             raise StructureError(problem, expected=expected, got=got)
@@ -241,10 +242,6 @@ class _Unquoted(str):
 
 def _format_types(tree: Any) -> str:
     return str(jax.tree.map(lambda leaf: _Unquoted(f"{leaf.dtype}{list(leaf.shape)}"), tree))
-
-
-def _is_loss(value: Any) -> bool:
-    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 INTERNAL_PREFIX = "_lowtide/"

@@ -1,7 +1,7 @@
 """The base model of a run: its weights, tokenizer and end tokens; and models made from it, such as merged ones.
 
-`save` functions of `lowtide.models` write weights and the sizes in config.json. This module copies the other files of
-the base: tokenizer, chat template, generation settings, and the other keys of its config.json, such as token ids.
+`lowtide.models.save` writes the weights, and the keys of config.json that define the architecture. This module copies
+the base's tokenizer, chat template, generation settings, and other keys of its config.json, such as token ids.
 """
 
 from __future__ import annotations
@@ -154,17 +154,17 @@ def quantized_weights(model: models.Decoder) -> list[QuantizedWeight]:
 
 
 def training_dtype(config: FinetuneConfig) -> str:
-    """Return the dtype to load the model in; with `full`, ``auto`` means float32, as for adapters."""
+    """Return the dtype for loading the model; with `full`, ``auto`` means float32, in which adapters train, too."""
     return "float32" if config.full and config.param_dtype == "auto" else config.param_dtype
 
 
 def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) -> tuple[str, str]:
-    """Return the dtypes of parameters and activations that ``auto`` stands for on ``cpu``, ``gpu`` or ``tpu``.
+    """Return the dtypes of parameters and activations, with ``auto`` replaced by the default of a platform.
 
-    Parameters on an accelerator keep ``auto``, the stored dtype. Without `platform` the hardware at hand decides.
-    float16 activations on a CPU raise ConfigError.
+    `platform` is ``cpu``, ``gpu`` or ``tpu``; None: the hardware at hand. Parameters on an accelerator keep ``auto``,
+    the stored dtype. float16 activations on a CPU raise ConfigError.
     """
-    # XLA multiplies in float32 on a CPU. It would hold a float32 copy of every half-precision stack in addition to it.
+    # XLA for CPU multiplies in float32. It would hold half-precision weights and a float32 copy of them.
     is_on_cpu = (platform or jax.default_backend()) == "cpu"
     weights_dtype = "float32" if is_on_cpu and param_dtype == "auto" else param_dtype
     activations_dtype = ("float32" if is_on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
@@ -174,11 +174,8 @@ def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) ->
     return weights_dtype, activations_dtype
 
 
-# --- files that go with the weights ----------------------------------------------------------------------------------
-
-
 def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
-    """Return the folder of a model's tokenizer and chat template; a GGUF file without one raises ModelFileError."""
+    """Return the folder of a model's tokenizer and chat template; raise ModelFileError if a GGUF file has none."""
     if tokenizer is not None:
         return Path(tokenizer)
     if models.gguf_file(base) is not None and not os.path.lexists(base / "tokenizer.json"):
@@ -188,7 +185,7 @@ def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
 
 
 def read_auxiliary_files(base: Path, chat_template: str | Path | None = None) -> dict[str, bytes]:
-    """Read the files of a base that are copied to every model made from it, by name."""
+    """Read the files of a base that are copied to every model made from it; return their contents by name."""
     files = {name: read_file(base, name) for name in _COPIED_FILES if os.path.lexists(base / name)}
     if chat_template is not None:
         files["chat_template.jinja"] = read_file(Path(chat_template).parent, Path(chat_template).name)
@@ -205,15 +202,16 @@ def write_model(
 
 
 def _copy_config_keys(base: Path, out: Path, config: models.DecoderConfig) -> None:
-    """Copy further keys of the base's config.json, such as token ids, into the config.json in `out`."""
+    """Copy keys that the config.json in `out` lacks, such as token ids, from the base's config.json."""
     name = "config.json"
-    if models.gguf_file(base) is not None:  # has no further keys
+    if models.gguf_file(base) is not None:  # a GGUF file has no such keys
         return
     saved, original = (parse_json(read_file(folder, name), str(folder / name)) for folder in (out, base))
     text = original.get("text_config")
     keys = text if isinstance(text, dict) else original
     extra = {key: value for key, value in keys.items() if key not in _SKIPPED_KEYS}
-    # A family writes null for keys whose defaults in Transformers depend on the base, such as Phi-3's `pad_token_id`.
+    # `save` writes null for a key whose default in Transformers may be wrong for the model, such as Phi-3's
+    # `pad_token_id`. A value of the base takes precedence.
     written = {key: value for key, value in saved.items() if value is not None or key not in extra}
     write_files(out, {name: (json.dumps({**extra, **written}, indent=2) + "\n").encode()})
     # A copied key may change what the written keys mean. So load the merged file, and compare the configurations.
@@ -231,9 +229,6 @@ def read_file(folder: Path, name: str) -> bytes:
     return read_input(input_file(folder, name, hint="copy it again"), most_bytes=_MOST_BYTES)
 
 
-# --- tokens at which an answer ends ----------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndTokens:
     """Ids of the tokens that end a generated text.
@@ -247,11 +242,11 @@ class EndTokens:
     answer: tuple[int, ...]
     """All end tokens, those of config.json first."""
     text: int | None
-    """Token appended to learned documents and completions: from config.json, else from the tokenizer."""
+    """Token appended to learned documents and completions: from config.json, else from the tokenizer, else None."""
     turn: int | None
     """Token that closes an assistant's turn in the chat template; None without a template or such a token."""
     is_turn_open: bool
-    """Whether the chat template writes no added token after an answer."""
+    """Whether there is a chat template that writes no added token of the tokenizer after an answer."""
 
 
 def load_end_tokens(
@@ -304,7 +299,7 @@ def _parse_ids(value: Any, source: Any, vocab_size: int) -> Sequence[int]:
 
 
 def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None, bool]:
-    """Return the first added token after an answer, and whether the template writes an answer without one."""
+    """Return the first added token after an answer, None without one; and whether an answer is written without one."""
     text = chat_turn(template, _ANSWER)
     begin = text.rfind(_ANSWER)
     if begin < 0:
@@ -356,7 +351,7 @@ def write_merged(
         adapters: directories of adapters in PEFT's format; their updates are summed.
         out: the folder to create; a folder that is not empty is refused.
         weights: a factor for each adapter; None: 1.
-        dtype: dtype of the written weights; None: as stored in the base, or that of its embedding if it is quantised.
+        dtype: dtype of the written weights; None: as stored in the base, for a quantised base that of its embedding.
         max_shard_bytes: the most bytes in one file.
         chat_template: a file to write as `chat_template.jinja`; None: the base's template, if it has one.
         tokenizer: the folder of the base's tokenizer; None: the base's directory. A GGUF file needs one.
@@ -367,11 +362,11 @@ def write_merged(
     Raises:
         OutputError: when the folder is not empty or cannot be written.
         ModelFileError: for an unusable base or adapter.
-        ConfigError: for weights that do not fit the adapters, or an unknown dtype.
+        ConfigError: without adapters, for another number of weights, or an unknown dtype.
 
     Memory:
-        Holds the base, plus a second copy of each adapted weight while it is merged. With `dtype` or a quantised base,
-        the base is in float32. The host holds one shard at a time.
+        Holds the base and a second copy of the adapted weights. With `dtype` or a quantised base, they are in float32,
+        and the result in `dtype` is held, too. Writing takes a few pieces of 64 MiB on the host.
     """
     base, out = Path(directory) if directory is not None else models.base_path(), Path(out)
     if not adapters:
@@ -417,8 +412,9 @@ def _refuse_full_folder(out: Path) -> None:
 
 def _adapter_settings(adapter: Path) -> dict[str, Any]:
     raw = parse_json(read_file(adapter, "adapter_config.json"), str(adapter))
-    common = "peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern"
-    names = f"{common} target_modules feedforward_modules target_parameters modules_to_save".split()
+    variants = sorted((name for name in raw if name.startswith("use_")), reverse=True)  # such as "use_dora"
+    names = "rank_pattern alpha_pattern target_modules feedforward_modules target_parameters modules_to_save".split()
+    names = ["peft_type", "r", "lora_alpha", *variants, *names]
     return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
 
 

@@ -1,7 +1,7 @@
-"""Device memory of a run, from `config.json` and the settings alone, and settings that lower it.
+"""Compute the device memory that a run needs before weights are loaded, and find settings that need less.
 
-The step of the run is compiled for shapes, so the figures are those of the compiler. A batch has the columns of packed
-documents unless the settings exclude them.
+The training step is compiled from shapes, so the figures are those of the compiler. A batch has the columns
+`segment_ids` and `positions` if `FinetuneConfig.is_packed` is true.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_LENGTH = 32
 _ACTIVATIONS = "activations and gradients"
 _PART_NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
 _ARGUMENT_SETTINGS = ("quantize", "quantize_embeddings", "offload", "state_dtype", "param_dtype")
-"""Those of the tried settings that change the bytes of the step's arguments on the device."""
+"""Settings that change the bytes of the step's arguments on the device."""
 _FULL_PART_NAMES = {"state": "weights and optimizer", "frozen": "weights", "batch": "batch"}
 
 
@@ -43,23 +43,23 @@ class Needs:
 
 
 def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
-    """Compile the step of a run for shapes, and return the device memory that the run needs.
+    """Compile the training step of a run from shapes, and return the device memory that the run needs.
 
     Args:
-        config: the settings. From the model only `config.json` is read; the files of `adapter`, if set, are read.
+        config: the settings. The model's weights are not read; the files of `adapter` are.
         target: device to compile for; None for the hardware at hand.
 
     Returns:
         The bytes on one device, in total and by part.
 
     Raises:
-        ModelFileError: when `config.json` cannot be read.
-        SelectionError: when a target matches nothing.
+        ModelFileError: when `config.json` or the adapter cannot be read.
+        SelectionError: when a pattern in ``config.targets`` matches nothing.
         ConfigError: for settings that the model does not support.
-        TargetError: when the target is unknown.
+        TargetError: when `target` is an unknown device.
 
     Memory:
-        Host memory of the compiler. On the device only a loaded `adapter`.
+        The compiler takes host memory. The device holds only the adapter of ``config.adapter``, if it is set.
     """
     plan = JobPlan.from_shapes(config, target)
     report = plan.job().analyze(target)
@@ -76,25 +76,26 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
 
 
 def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None] | None = None) -> str:
-    """Refuse a run that needs more than a budget, before any weight is loaded.
+    """Raise an error for a run that needs more device memory than a budget, before any weight is loaded.
 
-    The arguments of the step (weights, adapters, optimizer state) are counted first. If they alone exceed the budget
-    with every tried setting, nothing is compiled.
+    The arguments of the step (weights, adapters, optimizer state) are counted first, also for changes of the settings
+    that lower them. If they exceed the budget with every change, nothing is compiled. Otherwise the step is compiled.
+    If it exceeds the budget, it is compiled again with changes that may be enough.
 
     Args:
         config: the settings.
         budget: device memory in bytes that the run may use.
-        on_try: called before each further compilation of a run above the budget, with the flags of the tried settings.
+        on_try: called before the step is compiled with a change of the settings, with the flags of the change.
 
     Returns:
         A line that states the needed memory.
 
     Raises:
-        OutOfMemoryError: with bytes by part, and settings that lower them.
+        OutOfMemoryError: when the run needs more than `budget`; with bytes by part, and settings that lower them.
         ModelFileError, SelectionError, ConfigError: as `needs`.
 
     Memory:
-        As `needs`. A refused run is compiled again for each setting that may be enough.
+        As `needs`.
     """
     directory = directory_of(config)
     refuse_for_model(config, directory)
@@ -110,16 +111,13 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
 
 
 class _ArgumentCounter:
-    """Counter of the device bytes of a step's arguments, from shapes and without compilation.
-
-    Mutable: it caches its counts by the settings that change them.
-    """
+    """Counter of the device bytes of a step's arguments, without compilation. Mutable: it caches counts by settings."""
 
     def __init__(self, config: FinetuneConfig) -> None:
         self._config, self._cache = config, {_cache_key(config): _argument_bytes(config)}
 
     def __call__(self, change: Mapping[str, Any]) -> Mapping[str, int] | None:
-        """Return bytes by part; None if the settings contradict each other."""
+        """Return the bytes by part after a change of the settings; None if the new settings contradict each other."""
         try:
             config = dataclasses.replace(self._config, **change)
             key = _cache_key(config)
@@ -130,7 +128,7 @@ class _ArgumentCounter:
         return self._cache[key]
 
     def bytes(self, change: Mapping[str, Any]) -> float:
-        """Return the total bytes; infinity if the settings contradict each other."""
+        """Return the total bytes after a change of the settings; infinity if they contradict each other."""
         parts = self(change)
         return math.inf if parts is None else sum(parts.values())
 
@@ -153,7 +151,7 @@ def _argument_bytes(config: FinetuneConfig) -> dict[str, int]:
 
 
 def _refuse_large_arguments(config: FinetuneConfig, budget: int, counter: _ArgumentCounter) -> None:
-    """Refuse a run whose arguments exceed the budget with every tried setting."""
+    """Raise OutOfMemoryError if the step's arguments exceed the budget with every change of the settings."""
     changes = ({}, *_optimizer_changes(config), *_single_changes(config), *_combined_changes(config))
     smallest = min(changes, key=counter.bytes)
     parts = counter(smallest) or {}
@@ -183,7 +181,7 @@ def _advice(
         except (LowtideError, NotImplementedError, jax.errors.JaxRuntimeError):  # the settings contradict each other
             return None
 
-    # Counted, not compiled, since only the optimizer state moves.
+    # This needs no compilation, since only the optimizer state leaves the device.
     num_bytes = memory.device_bytes - memory.by_part.get("optimizer", 0)
     sizes = {_flags(change): num_bytes for change in _optimizer_changes(config)}
     lower_bounds: dict[str, float] = {}
@@ -218,7 +216,10 @@ def _largest_that_fits(
     budget: int,
     try_change: Callable[[Mapping[str, Any]], int | None],
 ) -> dict[str, int]:
-    """Search the largest batch or length that fits: interpolate linearly between two sizes, then compile that one."""
+    """Return flags and bytes of a smaller value of `field`: an interpolated one if it fits, otherwise `lower_limit`.
+
+    The result does not fit if `lower_limit` does not, and is empty if `lower_limit` cannot be compiled.
+    """
     smallest, current = _reduction(config, field, lower_limit), getattr(config, field)
     size = try_change(smallest)
     if size is None or size > budget:
@@ -239,7 +240,7 @@ def _describe(option: tuple[str, int]) -> str:
 
 
 def _optimizer_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
-    """Yield the change that moves the optimizer state off the device, if it is there."""
+    """Yield the change that moves the optimizer state of adapters to host memory, unless it is there."""
     if not config.full and "optimizer" not in (config.offload or ()):
         yield {"offload": (*(config.offload or ()), "optimizer")}
 
@@ -256,7 +257,7 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     if not config.remat:
         yield {"remat": True}
     if config.remat and not config.full and "parameters" not in (config.offload or ()):
-        # With g layers a group, L/g group inputs and the g layer inputs of one group are live: least at g = sqrt(L).
+        # With g layers a group, L/g group inputs and g layer inputs of one group are live: fewest at g = sqrt(L).
         group_size = round(models.load_config(directory_of(config)).num_layers ** 0.5)
         if group_size > config.layers_per_remat == 1:
             yield {"layers_per_remat": group_size}
@@ -269,16 +270,16 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
 
 
 def _low_precision_change(config: FinetuneConfig) -> dict[str, Any]:
-    """Return the change to five bytes a parameter for full-parameter tuning; fewer if `state_dtype` is lower."""
+    """Return the change to bfloat16 parameters with residuals, and from float32 to 8-bit moments."""
     state_dtype = "8bit" if config.state_dtype == "float32" else config.state_dtype
     return {"state_dtype": state_dtype, "param_dtype": "bfloat16"}
 
 
 def _combined_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
-    """Yield combined changes, all with one sequence of the shortest length and recomputed layers.
+    """Yield combined changes, each with batch size 1, a sequence of at most 32 tokens, and recomputed layers.
 
-    For full-parameter tuning: without and with low precision. For adapters: with quantised weights; also with optimizer
-    state in host memory; with weights and optimizer state in host memory and only the embeddings quantised.
+    Full-parameter tuning: without and with low precision. Adapters, always with quantised embeddings: quantised
+    weights; quantised weights with the optimizer state on the host; weights and optimizer state on the host.
     """
     change = _reduction(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}

@@ -1,7 +1,8 @@
 """Settings of `lowtide finetune` from flags and a TOML file, checked field by field.
 
 The fields of `FinetuneConfig` are the only table of settings. The command derives a flag from each field: its type
-gives the parser, and the docstring below it is the help text. `metadata` overrides the name of the flag or its value.
+gives the parser, and the docstring below it is the help text. In the field's metadata, ``flag`` overrides the name of
+the flag, and ``metavar`` the name of its value in help texts.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from ..core import ConfigError, require_extra, shown
-from ..ops import Implementation
+from ..ops import IMPLEMENTATIONS, Implementation
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _NEW_ADAPTER_FIELDS = ("method", "rank", "alpha", "targets", "modules_to_save", "bias", "lora_init")
-"""Settings that the files of a loaded adapter replace."""
+"""Settings that the files of `adapter` determine; none of them can be changed together with `adapter`."""
 _ADAPTER_FIELDS = (*_NEW_ADAPTER_FIELDS, "adapter", "lora_dropout", "loraplus_ratio", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
 LORA_VARIANTS: dict[str, dict[str, Any]] = {"rslora": {"rslora": True}, "dora": {"dora": True}}
@@ -37,9 +38,13 @@ _HINTS = {
     "loftq": 'call lt.lora.loftq(model, config, "nf4", key=key), and train with lt.Trainer; quantize = "nf4" alone '
     "trains an adapter with the usual start on quantised weights",
 }
-"""Hints for values of other libraries."""
+"""Hints for values that other libraries accept, by the value in lower case."""
 _MOST_TOKENS, _EMBEDDED_TOKENS, _ROUND_TOKENS = 2048, 128, 64
-"""Default sequence lengths: the largest, that of the embedded model, and the multiple that lengths round up to."""
+"""Largest default sequence length, that of the embedded model, and the multiple to which lengths are rounded up."""
+_EDITABLE = {"editable": True}
+"""Metadata of settings that may change in a resumed run: they affect outputs, times and bytes, but no losses."""
+_PATH = {"path": True, **_EDITABLE}
+"""Metadata of paths, which a run stores as absolute paths. They may change, since files may be moved."""
 
 
 def _is_name(text: str) -> bool:
@@ -65,50 +70,55 @@ Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stabl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """All settings of a fine-tuning run with defaults; each field is a key of the TOML file and a flag."""
+    """All settings of a fine-tuning run, with their defaults; each field is a key of the TOML file and a flag.
 
-    model: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
+    The constructor raises ConfigError for a value of the wrong type or out of range. It also does so for settings that
+    contradict each other or have no effect together, and without the extra ``finetune``.
+    """
+
+    model: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR", **_PATH})
     """A Hugging Face model directory, or a GGUF file; by default the model embedded in Lowtide."""
-    tokenizer: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
+    tokenizer: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR", **_PATH})
     """The folder of the tokenizer and chat template; by default the model's directory. A GGUF file needs it."""
-    data: PathText | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
+    data: PathText | None = dataclasses.field(default=None, metadata={"metavar": "PATH", **_PATH})
     """Training data; by default Python's language reference. Text: a file, or a folder of text or source. Records:
     JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or a folder that Hugging Face datasets saved."""
-    eval_data: PathText | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
+    eval_data: PathText | None = dataclasses.field(default=None, metadata={"metavar": "PATH", **_PATH})
     """Evaluation data; by default a part of `data`."""
     columns: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
-    """Columns of the records by field: words such as messages=chat or prompt=question. If set, other columns are not
-    read."""
-    chat_template: PathText | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    """Names of the data's columns, as words field=column: messages=chat reads the field messages from the column chat.
+    If set, other columns are not read."""
+    chat_template: PathText | None = dataclasses.field(default=None, metadata={"metavar": "FILE", **_PATH})
     """A file with a Jinja chat template; by default the model's template."""
     loss_on: Literal["completion", "all"] = "completion"
-    """Tokens of records with a loss: completion (the assistant's turns, completions and outputs) or all."""
+    """Tokens of records that count in the loss: completion (the assistant's turns, completions and outputs) or all."""
     packing: Literal["auto", "best-fit", "none", "contiguous"] = "auto"
-    """How documents are arranged in rows. best-fit: several whole documents a row, without attention between them;
-    none: one document a row; contiguous: windows over one stream of text; auto: contiguous for plain text, best-fit for
-    records."""
+    """How documents are arranged in rows of seq_len tokens. best-fit: several whole documents a row, without attention
+    between them; none: one document a row; contiguous: windows over one stream of text; auto: contiguous for plain
+    text, best-fit for records."""
     too_long: Literal["cut", "split", "drop"] = "cut"
-    """Treatment of documents longer than a row: cut, split or drop. Applies to best-fit and none packing."""
+    """Treatment of documents longer than a row: cut (keep the first tokens), split (into several documents) or drop.
+    Applies to the packings best-fit and none."""
     full: bool = False
     """Whether to tune all parameters instead of adapters. Each layer is updated inside the backward pass."""
-    offload: tuple[Offload, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
-    """Data to keep in host memory: any of activations (the input of each block, until the backward pass), optimizer
-    (its state, updated block by block) and parameters (streamed one layer at a time). By default nothing. With `full`
-    the default is the layers, the optimizer state and the activations; the word parameters also includes embedding and
-    head. As a flag: words separated by commas, or none."""
-    num_steps: Count = dataclasses.field(default=300, metadata={"flag": "--steps"})
+    offload: tuple[Offload, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS", **_EDITABLE})
+    """Data to keep in host memory: any of activations, optimizer and parameters. activations: the input of each block,
+    until the backward pass. optimizer: its state, updated block by block. parameters: the layers, streamed one at a
+    time; with `full` also embedding and head. The default is nothing; with `full` it is the layers, the optimizer state
+    and the activations. As a flag: words separated by commas, or none."""
+    num_steps: Count = dataclasses.field(default=300, metadata={"flag": "--steps", **_EDITABLE})
     """Optimizer steps."""
-    num_epochs: Positive | None = None
+    num_epochs: Positive | None = dataclasses.field(default=None, metadata=_EDITABLE)
     """Passes over the training data, instead of `num_steps`; may be a fraction."""
     method: Literal["lora", "rslora", "dora", "ia3", "vera", "full"] = "lora"
     """The kind of adapter: lora, rslora, dora, ia3 or vera; the word full sets `full`."""
     adapter: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
-    """A folder with an adapter to continue training, instead of a new adapter. Its files replace the settings of new
-    adapters."""
+    """A folder with an adapter to continue training, instead of a new adapter. Its files determine method, rank, alpha,
+    targets, modules_to_save, bias and lora_init, which must be left out."""
     rank: Count = 16
     """Rank of the adapter; (IA)³ has none."""
     alpha: Positive = 32.0
-    """LoRA scale: the adapter's product is multiplied by alpha / rank, in rslora by alpha / the root of rank."""
+    """LoRA scale: the adapter's product is multiplied by alpha / rank, in rslora by alpha / the square root of rank."""
     targets: str | tuple[str, ...] = dataclasses.field(default="layers/**/*_proj", metadata={"metavar": "GLOB"})
     """Globs on the paths of modules that get an adapter; by default all seven projections of a block. As a flag: one
     glob; repeat the flag for more."""
@@ -118,8 +128,8 @@ class FinetuneConfig:
     bias: Literal["none", "lora_only", "all"] = "none"
     """Which biases train with the adapter: none, lora_only (those of the targets) or all."""
     lora_init: Literal["peft", "gaussian", "orthogonal", "pissa", "olora", "eva"] = "peft"
-    """Initialisation of the adapter's factors: peft, gaussian, orthogonal, pissa or olora (a part of the weight), or
-    eva (the directions in which the inputs of the first batches vary most)."""
+    """Initialisation of the adapter's factors: peft, gaussian or orthogonal (random), pissa or olora (a part of the
+    weight), or eva (the directions in which the inputs of the first batches vary most)."""
     lora_dropout: Share = 0.0
     """Dropout rate of the adapter's inputs in a training step."""
     loraplus_ratio: Positive = 1.0
@@ -133,13 +143,13 @@ class FinetuneConfig:
     batch_size: Count = 8
     """Sequences in a batch."""
     seq_len: Annotated[int, Ge(0)] = 0
-    """Tokens in a sequence. 0: the length of the longest record, up to 2,048 tokens and the model's context; for the
-    embedded model up to 128 tokens."""
-    num_microbatches: Count = 1
+    """Tokens in a sequence. 0: the length of the longest record (for plain text, a sixteenth of all tokens), rounded up
+    to a multiple of 64, up to 2,048 tokens and the model's context; for the embedded model up to 128 tokens."""
+    num_microbatches: Count = dataclasses.field(default=1, metadata=_EDITABLE)
     """Parts of a batch that run one after the other, to save activation memory. The load-balancing loss of a mixture of
-    experts, if the model has one, is computed for each part."""
+    experts is computed for each part."""
     learning_rate: Positive | None = None
-    """Peak learning rate. By default 2e-4, or 5e-3 for the embedded model; with `full` 1e-5 and 1e-3."""
+    """Peak learning rate; by default 2e-4 (with `full` 1e-5), for the embedded model 5e-3 (with `full` 1e-3)."""
     schedule: Schedule = "cosine"
     """Learning rate after the warm-up: cosine, linear (both fall over all steps), constant, inverse_sqrt, or
     warmup_stable_decay (constant, then linear at the end)."""
@@ -148,8 +158,8 @@ class FinetuneConfig:
     decay_fraction: Annotated[float, Gt(0), Le(1)] = 0.1
     """Fraction of the steps in which the learning rate falls, at the end of warmup_stable_decay."""
     schedule_steps: Count | None = None
-    """Length of the schedule in steps, after which the learning rate stays constant; by default all steps. A run
-    resumed with more steps keeps its original length."""
+    """Length of the schedule in steps; by default all steps. Afterwards the learning rate stays constant, except with
+    inverse_sqrt. A run resumed with more steps keeps the original length."""
     warmup_ratio: Share = 0.1
     """Linear warm-up as a fraction of the schedule's steps."""
     warmup_steps: Annotated[int, Ge(0)] | None = None
@@ -161,7 +171,7 @@ class FinetuneConfig:
     adam_beta2: Share = 0.999
     """Decay of AdamW's mean of squared gradients."""
     adam_epsilon: Positive = 1e-8
-    """Number that AdamW adds to the root of the mean of squared gradients."""
+    """Number that AdamW adds to the square root of the mean of squared gradients."""
     max_grad_norm: NotNegative = 1.0
     """Gradients with a larger global norm are scaled down to this norm; 0 disables clipping."""
     clip_mode: Literal["exact", "previous", "layer"] = "exact"
@@ -171,50 +181,51 @@ class FinetuneConfig:
     """With `full`, dtype of the saved model: auto (as the base is stored), float32, bfloat16 or float16."""
     state_dtype: Literal["float32", "bfloat16", "8bit", "companded", "fp8", "4bit"] = "float32"
     """Storage format of AdamW's moments: float32, bfloat16, 8bit (bitsandbytes' map, blocks of 256), companded (8 bits
-    of roots, blocks of 128), fp8 or 4bit."""
+    with codes closer together near 0, blocks of 128), fp8 (e4m3) or 4bit (companded, blocks of 64)."""
     param_dtype: Dtype = "auto"
     """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. Trained parameters
-    are float32. With `full` they may be bfloat16 plus an 8-bit residual for each weight."""
+    are float32. With `full`, bfloat16 stores them in bfloat16 plus an 8-bit residual for each weight."""
     compute_dtype: Dtype = "auto"
     """Dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), float32, bfloat16 or float16."""
-    remat: bool = True
+    remat: bool = dataclasses.field(default=True, metadata=_EDITABLE)
     """Whether to recompute each block in the backward pass instead of keeping its activations."""
-    layers_per_remat: Count = 1
-    """Number of blocks for each kept activation; the blocks between are recomputed. More blocks save memory for long
-    sequences at the cost of another forward pass. About the root of the number of layers takes the fewest bytes."""
-    tile_tokens: Count | None = None
-    """Tokens in a tile of a recomputed block, within one device's rows; by default enough to keep the device busy.
-    Smaller tiles take fewer bytes, and on a GPU more time."""
-    attention: Literal["auto", Implementation] = "auto"
-    """Implementation of attention: cudnn, splash (on a TPU), blocks (of XLA operations), xla (all scores at once), or
-    auto (selected for the device)."""
-    eval_every: Count = 100
-    """Steps between held-out evaluations; the first and the last step are always evaluated."""
+    layers_per_remat: Count = dataclasses.field(default=1, metadata=_EDITABLE)
+    """Number of consecutive blocks that keep one activation; the backward pass recomputes the others. Above 1, this
+    saves memory for long sequences and costs one more forward pass. The fewest bytes are near the square root of the
+    number of layers."""
+    tile_tokens: Count | None = dataclasses.field(default=None, metadata=_EDITABLE)
+    """Tokens in a tile of a recomputed block, of all rows of a device together; by default enough to keep the device
+    busy. Smaller tiles take fewer bytes, and on a GPU more time."""
+    attention: Literal["auto", Implementation] = dataclasses.field(
+        default="auto", metadata={"metavar": f"{{{','.join(('auto', *IMPLEMENTATIONS))}}}", **_EDITABLE}
+    )
+    """Implementation of attention, described in `lowtide.ops.attention`; auto selects one for the device."""
+    eval_every: Count = dataclasses.field(default=100, metadata=_EDITABLE)
+    """Steps between held-out evaluations. The run also evaluates before the first step and after the last one."""
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
     """Fraction of the data kept for evaluation."""
-    checkpoint_every: Count = 50
+    checkpoint_every: Count = dataclasses.field(default=50, metadata=_EDITABLE)
     """Steps between checkpoints; the last step is always saved."""
-    max_to_keep: Count = 2
+    max_to_keep: Count = dataclasses.field(default=2, metadata=_EDITABLE)
     """Number of newest checkpoints to keep."""
-    keep_best: bool = False
+    keep_best: bool = dataclasses.field(default=False, metadata=_EDITABLE)
     """Whether to also keep the checkpoint with the lowest held-out loss."""
-    load_best_at_end: bool = False
-    """Whether to write the adapter or model with the lowest held-out loss at the end, instead of the last one. Also
-    keeps its checkpoint."""
-    early_stopping_patience: Count | None = None
-    """Number of evaluations in a row without a lower held-out loss after which the run ends; by default it does not
-    end early."""
-    early_stopping_threshold: NotNegative = 0.0
+    load_best_at_end: bool = dataclasses.field(default=False, metadata=_EDITABLE)
+    """Whether to write the adapter or model with the lowest held-out loss at the end, instead of the last one. Its
+    checkpoint is kept, too."""
+    early_stopping_patience: Count | None = dataclasses.field(default=None, metadata=_EDITABLE)
+    """End the run after this many evaluations in a row without a lower held-out loss; by default, never end early."""
+    early_stopping_threshold: NotNegative = dataclasses.field(default=0.0, metadata=_EDITABLE)
     """Least decrease of the held-out loss that counts as lower."""
-    sample_tokens: Annotated[int, Ge(0)] = 48
+    sample_tokens: Annotated[int, Ge(0)] = dataclasses.field(default=48, metadata=_EDITABLE)
     """Tokens of the text sampled before and after training; 0 disables the sample."""
-    track: tuple[TrackerName, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
-    """Trackers that receive every record: any of tensorboard, wandb and trackio, each an extra of that name."""
-    project: Name = "lowtide"
+    track: tuple[TrackerName, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS", **_EDITABLE})
+    """Trackers that receive every record: any of tensorboard, wandb and trackio. Each needs the extra of its name."""
+    project: Name = dataclasses.field(default="lowtide", metadata=_EDITABLE)
     """Project of the run in wandb and trackio."""
-    run_name: Name | None = None
+    run_name: Name | None = dataclasses.field(default=None, metadata=_EDITABLE)
     """Name of the run in wandb and trackio; by default the name of its folder."""
-    report: bool = False
+    report: bool = dataclasses.field(default=False, metadata=_EDITABLE)
     """Whether the run writes report.html: one page with its curves, samples and memory."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 0
     """Seed of the data order, the adapters and the sample."""
@@ -234,7 +245,7 @@ class FinetuneConfig:
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows may hold several separate documents; with auto packing this depends on data that is not read."""
+        """Whether batches have segment ids and positions; with auto packing a guess: whether `data` is set."""
         return self.packing != "contiguous" and (self.packing != "auto" or self.data is not None)
 
     @property
@@ -258,7 +269,7 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
         The configuration.
 
     Raises:
-        ConfigError: for an unknown field (with near misses), a value of the wrong type or out of range.
+        ConfigError: for an unknown field (with near misses), and as the constructor of `FinetuneConfig`.
     """
     names = [field.name for field in dataclasses.fields(FinetuneConfig)]
     for name in values:
@@ -298,13 +309,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def flag_of(field: str) -> str:
-    """Return the flag of a field of `FinetuneConfig`."""
+    """Return the command-line flag of a field of `FinetuneConfig`, such as ``--seq-len``."""
     flag = FinetuneConfig.__dataclass_fields__[field].metadata.get("flag")
     return flag or f"--{field.replace('_', '-')}"
 
 
 def config_to_toml(config: FinetuneConfig) -> str:
-    """Write the configuration as TOML: every field that is set and has an effect. `read_config` reads it back."""
+    """Return fields other than None as TOML: no adapter settings with `full`, no `num_steps` with `num_epochs`."""
     omitted = [*_ADAPTER_FIELDS] if config.full else []
     omitted += ["num_steps"] if config.num_epochs is not None else []
     import tomli_w
@@ -313,7 +324,7 @@ def config_to_toml(config: FinetuneConfig) -> str:
 
 
 def with_steps(config: FinetuneConfig, num_sequences: int) -> FinetuneConfig:
-    """Convert `num_epochs` to `num_steps`, for epochs of `num_sequences` sequences."""
+    """Return the configuration with `num_epochs` converted to `num_steps`; an epoch has `num_sequences` sequences."""
     if config.num_epochs is None:
         return config
     num_steps = max(1, math.ceil(config.num_epochs * num_sequences / config.batch_size))
@@ -321,9 +332,10 @@ def with_steps(config: FinetuneConfig, num_sequences: int) -> FinetuneConfig:
 
 
 def with_seq_len(config: FinetuneConfig, context: int, longest: int | None = None) -> FinetuneConfig:
-    """Choose the sequence length if the configuration sets none.
+    """Return the configuration with a sequence length: the one that is set, or a default for the model and the data.
 
-    `context` is the model's number of positions, and `longest` the tokens of the longest record, if known.
+    `context` is the model's number of positions. `longest` is the needed length, such as that of the longest record;
+    None: the largest default length.
     """
     if config.seq_len:
         return config
@@ -386,7 +398,7 @@ def _unknown_word(field: str, word: str, words: str, *, is_one: bool) -> ConfigE
 
 
 def _check_combination(config: FinetuneConfig) -> None:
-    """Refuse settings that are valid separately but contradict each other, or of which one would have no effect."""
+    """Raise ConfigError for settings that contradict each other, or of which one would have no effect."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     changed = {name for name, value in defaults.items() if getattr(config, name) != value}
     _refuse_contradictions(config, changed)
@@ -398,7 +410,7 @@ def _check_combination(config: FinetuneConfig) -> None:
 
 
 def _refuse_contradictions(config: FinetuneConfig, changed: set[str]) -> None:
-    """Refuse the first setting of a pair if its value differs from the default and the second makes it useless."""
+    """Raise ConfigError for a changed setting that another setting makes useless or invalid."""
     unused = {
         "ia3": ("rank", "alpha", "bias", "lora_init", "lora_dropout", "loraplus_ratio"),
         "vera": ("alpha", "bias", "lora_init", "loraplus_ratio"),
@@ -421,7 +433,7 @@ def _refuse_contradictions(config: FinetuneConfig, changed: set[str]) -> None:
 
 
 def _refuse_training_settings(config: FinetuneConfig, changed: set[str]) -> None:
-    """Refuse combinations of `full`, `offload`, `remat` and the other settings of a training step."""
+    """Raise ConfigError for invalid combinations of `full`, `offload`, `remat` and other settings of the step."""
     is_streamed = "parameters" in (config.offload or ())
     if config.early_stopping_patience is None and "early_stopping_threshold" in changed:
         problem = "early_stopping_threshold has no effect without early_stopping_patience"
@@ -519,10 +531,8 @@ _SYNONYMS = {
     "project": "wandb_project project_name trackio_project",
     "run_name": "wandb_name wandb_run_name experiment_name",
 }
-"""Names of our settings in other libraries: PEFT, transformers and TRL, torchtune, Unsloth, Axolotl.
-
-These names serve hints only. They are not aliases, because the settings differ in more than the name.
-"""
+"""Our settings with their names in PEFT, transformers, TRL, torchtune, Unsloth and Axolotl. The names serve only hints.
+They are no aliases, because the settings differ in more than the name."""
 _REMARKS = {
     "--quantize nf4": "load_in_4bit use_qlora",
     "--quantize int8": "load_in_8bit",
@@ -533,7 +543,7 @@ _REMARKS = {
     "--out, the folder of the run": "output_dir out_dir",
     "--resume, with the --out of the run": "resume_from_checkpoint",
 }
-"""Names in other libraries of settings that have another form here, by a description of ours."""
+"""Texts for hints, each with names in other libraries that have no key of the same meaning here."""
 _SETTING_OF_SYNONYM = {name: text for text, names in (_SYNONYMS | _REMARKS).items() for name in names.split()}
 
 
@@ -544,7 +554,7 @@ def setting_of(name: str) -> str | None:
         name: a key or a flag, with or without its dashes.
 
     Returns:
-        Our name, with a remark where the meaning differs; None for an unknown name.
+        Text for a hint: our key, or a flag such as ``--quantize nf4``, with any remark. None for an unknown name.
     """
     key = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
     return _SETTING_OF_SYNONYM.get(key)

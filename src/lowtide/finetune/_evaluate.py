@@ -53,7 +53,7 @@ def token_stream(
     Args:
         documents: texts, or texts by their name in errors.
         tokenizer: the model's tokenizer.
-        end_token: token appended to each document.
+        end_token: token appended to each document; None: no token.
         vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
 
     Returns:
@@ -118,7 +118,7 @@ def batches_loss(
         on_progress: called with the number of predicted tokens so far, their total, and the loss so far.
 
     Returns:
-        The mean over all labels.
+        The mean over all labels other than -100.
 
     Raises:
         DataError: when there is no label, and for tokens without an embedding.
@@ -161,7 +161,7 @@ def _mean_loss(model: models.Decoder, batch: Tree) -> Array:
 
 
 def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield batches of one shape; padding is not predicted, and does not count for the length of a row."""
+    """Yield batches of one shape; padding has no labels, and does not count in the length of a document."""
     num_rows = -(-(len(stream) - 1) // seq_len)
     for first in range(0, num_rows, batch_size):
         tokens = np.zeros((batch_size, seq_len), np.int32)
@@ -170,6 +170,6 @@ def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[dict
         for row in range(min(batch_size, num_rows - first)):
             part = stream[(first + row) * seq_len :][: seq_len + 1]
             tokens[row, : len(part) - 1], labels[row, : len(part) - 1] = part[:-1], part[1:]
-            # Positions that stop increasing end the document, for rotary frequencies that depend on its length.
+            # Padding repeats the last position: rotary frequencies may depend on the length of the document.
             positions[row] = np.minimum(positions[row], len(part) - 2)
         yield {"tokens": tokens, "labels": labels, "positions": positions}

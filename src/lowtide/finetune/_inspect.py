@@ -82,7 +82,7 @@ def inspect(path: str | Path) -> Inspection:
         The content, problems included.
 
     Raises:
-        ModelFileError: when the path does not exist, has another kind, or contains a damaged file.
+        ModelFileError: when the path does not exist, is none of these, or contains a damaged file.
 
     Memory:
         Holds file headers only; no weight is read.
@@ -194,9 +194,6 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
     if not lengths:
         problems.append("no record has text")
     return Inspection(kind="data", path=str(config.data), facts=facts, problems=tuple(problems), notes=tuple(notes))
-
-
-# --- models, adapters and runs ---------------------------------------------------------------------------------------
 
 
 def _inspect_model(folder: Path) -> Inspection:
@@ -315,8 +312,9 @@ def _inspect_adapter(folder: Path) -> Inspection:
             lora.check(folder)
     except ModelFileError as error:
         problems.append(_message(error))
-    names = "peft_type r lora_alpha use_rslora use_dora target_modules target_parameters rank_pattern alpha_pattern"
-    facts = {name: raw[name] for name in f"{names} modules_to_save bias".split() if raw.get(name)}
+    variants = sorted((name for name in raw if re.fullmatch(r"use_\w+", name)), reverse=True)  # such as "use_dora"
+    names = "target_modules target_parameters rank_pattern alpha_pattern modules_to_save bias".split()
+    facts = {name: raw[name] for name in ("peft_type", "r", "lora_alpha", *variants, *names) if raw.get(name)}
     facts["base"] = raw.get("base_model_name_or_path")
     name = "adapter_model.safetensors"
     pickled = [entry for entry in _list_entries(folder) if entry.suffix in _PICKLE_SUFFIXES]
@@ -394,7 +392,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]
 def _weight_facts(
     files: Sequence[Path], tensors: Mapping[str, tuple[str, tuple[int, ...]]], experts: Any = None
 ) -> dict[str, Any]:
-    """Count parameters and bytes; `experts` is that of the model's configuration, if it has experts."""
+    """Count parameters and bytes; `experts` is the field of the model's configuration, or None."""
     counts, dtypes = Counter[str](), Counter[str]()
     for name, (dtype, shape) in tensors.items():
         if name.endswith("rotary_emb.inv_freq"):  # older files store these constants

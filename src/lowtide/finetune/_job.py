@@ -1,9 +1,9 @@
-"""The step of a fine-tuning job from its settings: model, loss, optimizer, learning rate and batch.
+"""Build the training step of a fine-tuning job from its settings: model, loss, optimizer, learning rate and batch.
 
-`JobPlan` assembles it once. A run makes the plan from the weights that it loads. `lowtide fits`, `lowtide explain` and
-``--budget`` make it from `config.json`, as shapes, and compile it for any target. The words of
-``FinetuneConfig.offload`` become arguments of `lowtide.offload`: the leaves to load onto the host, the wrapper of the
-optimizer, the place of residuals, and the layerwise step of ``full``.
+A run makes a `JobPlan` from the weights that it loads. `lowtide fits`, `lowtide explain` and ``--budget`` make one of
+shapes from `config.json`, and compile its step for any target. The words of ``FinetuneConfig.offload`` become arguments
+of `lowtide.offload`: the leaves to load onto the host, the wrapper of the optimizer, the memory for inputs of blocks,
+and the layerwise step of ``full``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _INPUT = "block_input"
 
 
 def step_job(model: str | Path, *, target: Target | str | None = None, **settings: Any) -> Job:
-    """Make the step of `lowtide finetune` from shapes alone.
+    """Return the training step of `lowtide finetune`, with shapes instead of arrays.
 
     Args:
         model: a folder with `config.json`, or a GGUF file. Weights are not read and need not exist. The base of a
             quantised folder is quantised in the same format.
         target: device that the step will be compiled for. It decides the meaning of the dtype ``auto``.
         **settings: fields of `FinetuneConfig`, such as `batch_size`, `seq_len`, `quantize`, `full` and `offload`.
-            Batches have the columns of packed records, unless `packing` is ``contiguous``.
+            Batches have the columns ``segment_ids`` and ``positions``, unless `packing` is ``contiguous``.
 
     Returns:
         The job, for `lowtide.memory.Job.analyze`.
@@ -58,6 +58,7 @@ def step_job(model: str | Path, *, target: Target | str | None = None, **setting
         ModelFileError: when `config.json` cannot be read.
         ConfigError: for an unknown setting or a value out of range.
         SelectionError: when `targets` matches nothing.
+        TargetError: when `target` is an unknown device.
 
     Memory:
         Allocates nothing; the job's arguments are shapes.
@@ -87,7 +88,7 @@ class JobPlan:
 
     @classmethod
     def from_shapes(cls, config: FinetuneConfig, target: Target | str | None = None) -> JobPlan:
-        """Make the plan from `config.json` alone, with the dtypes, formats and memory spaces that a run loads.
+        """Make the plan from `config.json`, without weights; dtypes, formats and memory spaces are those of a run.
 
         `target` decides what the dtype ``auto`` means; None stands for the hardware at hand.
         """
@@ -204,9 +205,9 @@ def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
 
 
 def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:
-    """Add the adapter of `add_adapter`, initialised by EVA from the first training batches.
+    """Add a LoRA adapter that EVA initialises from the first training batches, one microbatch at a time.
 
-    EVA reads one microbatch at a time. `batches` maps the number of a step to its batch.
+    `batches` maps the number of a step to its batch.
     """
     num_rows = config.batch_size // config.num_microbatches
     microbatches = [
@@ -294,10 +295,7 @@ def _offload_inputs(stack: LayerStack) -> LayerStack:
 
 
 def _to_host(h: Tree) -> Tree:
-    """Move the inputs of a group of blocks to the host, except integers and vectors.
-
-    A TPU cannot slice a single half-precision vector in host memory.
-    """
+    """Move the inputs of a group of blocks to the host, except integers, and vectors, which a TPU cannot slice."""
     return offload.to_host(h, lambda path, leaf: leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -336,12 +334,12 @@ def _places(config: FinetuneConfig) -> dict[str, str]:
 
 
 def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
-    """Return the memory that holds the input of each block until the backward pass of adapters."""
+    """Return the memory that holds the input of each block until the backward pass, in a step for adapters."""
     return "host" if "activations" in (config.offload or ()) else "device"
 
 
 def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Build AdamW with clipping, with the moments in the configured memory and dtype."""
+    """Build AdamW with clipping and LoRA+, and with the moments in the configured memory and dtype."""
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     loraplus = [lora.plus(config.loraplus_ratio)] if config.loraplus_ratio != 1 else []
     tx = _with_state_format(config, optax.chain(clip, adamw(config, schedule), *loraplus))
@@ -394,7 +392,7 @@ def learning_rate(config: FinetuneConfig) -> optax.Schedule:
 
 
 def _after_warmup(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:
-    """Build the schedule of the `num_steps` steps after the warm-up, which counts steps from there."""
+    """Build the schedule of the `num_steps` steps after the warm-up; its step 0 is the first step after the warm-up."""
     if config.schedule == "cosine":
         return optax.cosine_decay_schedule(peak, num_steps, alpha=config.final_rate_fraction)
     if config.schedule == "linear":

@@ -1,7 +1,7 @@
 """A whole fine-tuning run, from model and data files to files that other software reads.
 
-The run tunes adapters or the whole model, and uses only the public interface. `lowtide finetune` parses arguments,
-calls this class and prints.
+`Finetune` tunes adapters or the whole model through the public interfaces of the other packages. The command
+`lowtide finetune` parses arguments, calls this class and prints.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class Finetune:
     Args:
         config: the settings.
         out: the run's folder, checked by `open_run`.
-        on_tokenise: called with the number of finished documents and the total; for records with the number twice.
+        on_tokenise: called with the numbers of finished and of all documents; for records, both are the finished ones.
         sharding: rules that shard the work over the devices of one or more processes.
 
     Raises:
         ModelFileError: for an unusable model directory.
         DataError: for unusable data.
         SelectionError: when ``config.targets`` matches no module.
-        ConfigError: when a resumed run's data changed, processes differ, `sharding` is combined with ``full`` or
-            ``offload``, or a tracker is not installed.
+        ConfigError: when a resumed run's data changed, processes have different data or settings, `sharding` is
+            combined with ``full`` or ``offload``, or a tracker is not installed.
         OutputError: for a run's folder that cannot be written, or has lost its checkpoints.
-        StructureError: when a checkpoint does not fit.
+        StructureError: when a checkpoint is of another model, or EVA cannot initialise a target.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Finetune:
             sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises if rows cannot be sharded
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
         check_shared_folder(self._processes, self.out)
-        # Before the trainer creates the checkpoint folder. A run killed with that folder but without config.toml could
-        # neither be resumed nor started again.
+        # Write these files before the trainer creates the checkpoint folder. A run killed with that folder but without
+        # config.toml could neither be resumed nor started again.
         call_on_first(
             lambda: (
                 write_config(self.out, original_config),
@@ -119,7 +119,7 @@ class Finetune:
             )
         )
         self.saved_bytes: int | None = plan.saved_bytes()
-        """Gradients and optimizer state that the frozen weights would need to train (all devices); None with `full`."""
+        """Bytes of gradients and optimizer state that the frozen weights would need (all devices); None with `full`."""
         self.schedule = plan.schedule
         # The learning rates for records are computed here, in one program. Computed after a step, they would delay the
         # record until the device is free. An interrupt during this wait could lose the record.
@@ -154,7 +154,7 @@ class Finetune:
             target: device to compile for; None for the hardware at hand.
 
         Returns:
-            The table, without the naive step.
+            The table; `compare` adds the naive step.
 
         Memory:
             Compiles; allocates nothing on the device.
@@ -169,14 +169,17 @@ class Finetune:
         )
 
     def compare(self, table: MemoryTable, target: Target | str | None = None) -> MemoryTable:
-        """Compile the naive step for comparison.
+        """Compile a naive training step for comparison, and add its bytes to the table.
+
+        The naive step differentiates and updates the whole model on the device, with frozen weights behind
+        `jax.lax.stop_gradient`.
 
         Args:
             table: the result of `memory`.
             target: the target of that call.
 
         Returns:
-            The table, including the naive step.
+            The table with the naive step; its report is None if the step does not compile for lack of memory.
 
         Memory:
             Compiles; allocates nothing on the device. The process keeps the compiler's memory, so a run compares after
@@ -272,7 +275,7 @@ class Finetune:
             table: the result of `memory`.
 
         Memory:
-            For a whole model, the host holds one shard at a time. Sharded adapters are gathered on every device.
+            A whole model takes a few pieces of 64 MiB on the host. Sharded adapters are gathered on every device.
         """
         model, sharding = self.trainer.model, self.trainer.sharding
         if sharding is not None:
@@ -297,7 +300,7 @@ class Finetune:
             write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
 
     def tables(self) -> dict[str, list[tuple[str, str]]]:
-        """Return the tables of the run's page except its settings: rows of name and text by title."""
+        """Return the tables of the run's HTML page except the settings: rows of (name, text), by title of the table."""
         rows = {
             "documents": f"{self.data.num_documents:,}",
             "tokens to train on": f"{self.data.num_train_tokens:,}",
@@ -348,7 +351,7 @@ class Finetune:
     def sample_before(self) -> tuple[str, str] | None:
         """Sample from the untuned model, as `sample` does; with ``config.full`` call it before `run`.
 
-        Adapters leave the base unchanged, so a run can take this sample at its end and start without its compilation.
+        Adapters leave the base unchanged. So with adapters, a run can call this at its end, and training starts sooner.
 
         Returns:
             Prompt and continuation. None without `sample_tokens`, with several processes, or for a resumed run with
@@ -372,7 +375,7 @@ class Finetune:
             The prompt and its continuation.
 
         Memory:
-            All layers on the host are streamed once for each token; embedding and head are on the device.
+            Layers in host memory are streamed once for each token. Embedding and head are copied to the device.
         """
         batch = self.data.held_out[0]
         row = batch["tokens"][0]
@@ -380,13 +383,13 @@ class Finetune:
             row = row[batch["segment_ids"][0] == 1]  # the first document of the packed row, without padding
         is_learned = np.asarray(batch["labels"][0])[: len(row)] != IGNORE
         # The label of a token is the next token. So the first token with a learned label is the question's last token.
-        question = int(np.argmax(is_learned)) + 1
-        prompt = row[: question if question > 1 else min(_PROMPT_TOKENS, self.config.seq_len)]
+        question_length = int(np.argmax(is_learned)) + 1
+        prompt = row[: question_length if question_length > 1 else min(_PROMPT_TOKENS, self.config.seq_len)]
         key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
         model = dataclasses.replace(model, outer=to_device(model.outer))
         tokens = models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key, hidden=hidden)
         answer = np.asarray(tokens)[len(prompt) :].tolist()
-        if question > 1:
+        if question_length > 1:
             answer = list(itertools.takewhile(lambda token: token not in self.ends.answer, answer))
         return self.tokenizer.decode(prompt.tolist()), decode_after(self.tokenizer, prompt.tolist(), answer)
 
@@ -413,7 +416,7 @@ def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
 
 
 def _pipeline(config: FinetuneConfig, model: models.Decoder, sharding: ShardingRules) -> Pipeline:
-    """Build the pipeline, with `num_microbatches` microbatches or, if that is 1, one per row of the local batch."""
+    """Build the pipeline with `num_microbatches` microbatches; if that is 1, one for each row of a batch shard."""
     num_shards = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
     num_microbatches = (
         config.num_microbatches if config.num_microbatches > 1 else max(config.batch_size // num_shards, 1)
@@ -435,13 +438,13 @@ def stopping_callbacks(config: FinetuneConfig) -> list[Callback]:
     """Build the callbacks that may end a run before its last step."""
     if config.early_stopping_patience is None:
         return []
-    # `EarlyStopping` stops at the evaluation after `patience` ones without improvement; our setting counts it, too.
+    # `EarlyStopping` stops at evaluation `patience + 1` without improvement. Our setting counts that one, too.
     patience = config.early_stopping_patience - 1
     return [EarlyStopping("eval_loss", patience=patience, min_delta=config.early_stopping_threshold)]
 
 
 def _trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapping[str, float]]) -> list[Callback]:
-    """Build the callbacks that send records to trackers; they raise if a tracker's package is missing."""
+    """Build the callbacks that send records to trackers; raise ConfigError if a tracker's package is missing."""
     settings = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     return [
         Tracker(library, out, project=config.project, name=config.run_name, config=settings, values=values)

@@ -1,7 +1,7 @@
 """The folder of a run: checks before a start or a resume, the metrics file, and the reports.
 
 config.toml     settings of the run
-data.json       digest of the tokens, settings, steps and day that the run began with
+data.json       digest of the tokens; settings, number of steps and date at the start of the run
 metrics.jsonl   one record a line
 checkpoints/    trainable state only
 adapter/        the adapter in PEFT's format, or
@@ -9,8 +9,7 @@ model/          the model, if the whole model was tuned
 memory.json     bytes of the step
 report.html     with `report`, one page about the run; report.json and memory-report.json hold its further inputs
 
-The page is written from these files: at the end of a run, after an interrupt, or later. It draws the ``loss`` and
-``eval_loss`` of the records, whatever the objective is.
+The page is written from these files: at the end of a run, after an interrupt, or later.
 """
 
 from __future__ import annotations
@@ -37,15 +36,8 @@ from ._config import FinetuneConfig, config_from_dict, config_to_toml, flag_of, 
 CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
 CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
 PAGE, PARTS, REPORT = "report.html", "report.json", "memory-report.json"
-_PATHS = ("model", "tokenizer", "data", "eval_data", "chat_template")
-_EDITABLE = (
-    *_PATHS,
-    *("num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
-    *("num_microbatches", "offload", "remat", "layers_per_remat", "tile_tokens", "attention", "num_epochs"),
-    *("track", "project", "run_name", "report"),
-    *("max_to_keep", "keep_best", "load_best_at_end", "early_stopping_patience", "early_stopping_threshold"),
-)
-"""Settings that may be edited before a run is resumed: they change outputs, their times and bytes, but no losses."""
+_PATHS = tuple(field.name for field in dataclasses.fields(FinetuneConfig) if field.metadata.get("path"))
+_EDITABLE = tuple(field.name for field in dataclasses.fields(FinetuneConfig) if field.metadata.get("editable"))
 
 
 def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
@@ -62,7 +54,7 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         The configuration.
 
     Raises:
-        OutputError: when `out` is not empty and `resume` is not set, cannot be written, or has nothing to resume.
+        OutputError: when `out` cannot be written, is not empty (without `resume`), or has no run to resume.
         ConfigError: for unusable values, or values that differ from those of the run to resume.
     """
     check_equal("arguments", json.dumps(values, default=str, sort_keys=True))
@@ -93,7 +85,7 @@ def _open_run(out: Path, values: Mapping[str, Any], source: str, *, resume: bool
             saved = {name: value for name, value in saved.items() if name != "num_epochs"}
         requested = config_from_dict({**saved, **values}, source)
         if requested.num_steps > config.num_steps:
-            # The schedule keeps its length. Stretched over the new number of steps, the learning rate would jump up.
+            # The schedule keeps its length. If it covered the new number of steps, the learning rate would jump up.
             steps = {"num_steps": requested.num_steps, "schedule_steps": config.schedule_steps or config.num_steps}
             config = dataclasses.replace(config, **steps)
         changed = [name for name, old in vars(config).items() if name in values and old != getattr(requested, name)]
@@ -115,7 +107,7 @@ def _open_run(out: Path, values: Mapping[str, Any], source: str, *, resume: bool
 
 
 def _absolute_path(path: Path) -> str:
-    """Resolve a path. The last link of a GGUF file is kept: in a Hugging Face cache its target has another name."""
+    """Resolve the links of a path, except a link to a GGUF file: in a Hugging Face cache, its target has no suffix."""
     return str(path.parent.resolve() / path.name if path.suffix.lower() == ".gguf" else path.resolve())
 
 
@@ -133,7 +125,7 @@ def start_day(out: Path) -> str:
 
 
 def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | None = None) -> None:
-    """Refuse to resume with other tokens or settings than those of the first call, which records them (ConfigError).
+    """Record a run's tokens and settings when it starts; raise ConfigError if it is resumed with different ones.
 
     Only the first process calls this. `digest` is that of the run's tokens, and `day` comes from `start_day`.
     """
@@ -154,7 +146,7 @@ def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | No
 
 
 def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) -> None:
-    """Refuse to restart a run whose checkpoints were deleted (OutputError), as its metrics prove.
+    """Raise OutputError for a run without a checkpoint if its metrics prove that checkpoints were deleted.
 
     A kill before the first checkpoint is complete leaves records but no checkpoint, and then the run may restart.
     """
@@ -191,7 +183,7 @@ class MetricsFile(Callback):
         self._file.flush()
 
     def state(self) -> None:
-        """Sync the file to disk, so that its records survive a power cut; called before every checkpoint."""
+        """Sync the file to disk before every checkpoint, so that its records survive a power cut."""
         if self._file is not None and not self._file.closed:
             os.fsync(self._file.fileno())
 
@@ -245,7 +237,7 @@ def _read_start(out: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryTable:
-    """Bytes of a fine-tuning step; all figures are compiled or counted from shapes."""
+    """Bytes of a fine-tuning step, as the compiler reports them or counted from shapes."""
 
     ours: MemoryReport
     """Report of the step that runs."""
@@ -259,12 +251,10 @@ class MemoryTable:
     optimizer_bytes: int
     """Optimizer state."""
     naive_gradient_bytes: int | None = None
-    """Gradient tree of the naive step; None without a comparison."""
+    """Gradients of the step in `naive`; None without a comparison."""
     naive: MemoryReport | None = None
-    """Report of AdamW over the whole model, all on the device, with frozen leaves behind stop_gradient.
-
-    None when it does not compile for lack of memory, or without a comparison.
-    """
+    """Report of the naive step: AdamW over the whole model on the device, with frozen leaves behind `stop_gradient`.
+    None if it does not compile for lack of memory, or without a comparison."""
 
     @property
     def is_compared(self) -> bool:
@@ -399,7 +389,7 @@ def _facts(
     times = [value for record in records if (value := _value(record, "seconds"))]
     if times:
         tokens = config.batch_size * config.seq_len
-        # Records do not count padding. The table of the data has the share of padding in the rows.
+        # Records have no count of padding tokens; the table of the data has their share.
         facts.append(("Tokens in batches, with padding", f"{tokens * len(times):,}"))
         facts.append(("Time in steps", _duration(sum(times))))
         facts.append(("Tokens per second", f"{tokens / statistics.median(times):,.0f} (median)"))

@@ -289,8 +289,8 @@ def fetch(tree: Tree, after: Tree) -> Tree:
     first_block = zero_after(after)
 
     def fetch_leaf(leaf: Any) -> Any:
-        rows = math.gcd(leaf.shape[0], 4096) if leaf.shape else 0
-        if memory_space(leaf) == DEVICE or leaf.ndim < 2 or rows < 8 or not is_row_major(leaf.shape, leaf.dtype):
+        rows = math.gcd(leaf.shape[0], 4096) if leaf.ndim > 1 and leaf.size else 0
+        if memory_space(leaf) == DEVICE or rows < 8 or not is_row_major(leaf.shape, leaf.dtype):
             return put(leaf, DEVICE)
         check_host_slices()
 

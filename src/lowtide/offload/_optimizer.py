@@ -91,7 +91,7 @@ def optimizer(
     Raises:
         ConfigError: for an invalid `tx`, `mode`, `chunk_bytes`, `shardings` or regular expression.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
-        PlacementError: from ``update``, when a selected leaf is not in host memory.
+        PlacementError: from ``update``, when a selected leaf is not in host memory, like shapes of `jax.eval_shape`.
         StructureError: from ``update``, when `shardings` does not have the structure of the gradients. Also under
             `jax.vmap` or differentiation, in a branch of `jax.lax.cond`, or in a `jax.shard_map` with ``check_vma``.
 
@@ -231,7 +231,8 @@ class _OffloadedTransformation:
         if not warn_without_host_memory("optimizer", "the leaves of the state"):
             for index, (path, leaf) in enumerate(leaves_with_paths(state)):
                 if index in selected and memory_space(leaf) is not HOST:
-                    hint = "make the state with this transformation's init, or move it with lt.offload.to_host"
+                    hint = "make the state with this transformation's init; shapes from jax.eval_shape have no memory "
+                    hint += 'kind, so move them with lt.offload.to_host(state, "**/{mu,nu}/**")'
                     raise PlacementError(f"optimizer state {path} is not in host memory", hint=hint)
         arrays, static = split_static(extra)
 

@@ -202,10 +202,16 @@ class QuantizedWeight:
         Returns:
             Shape [..., out].
 
+        Raises:
+            StructureError: for a stacked weight.
+
         Memory:
             In addition to the result, at most one matrix in the dtype of `x`, in the forward and in the backward pass.
             Between the passes, only this node is kept.
         """
+        if self.ndim != 2:
+            hint = "multiply by one layer of a stack at a time, under jax.lax.scan or jax.vmap"
+            raise StructureError("a product needs one matrix [out, in]", got=f"shape {list(self.shape)}", hint=hint)
         return _product(x, _stop_gradient(self), "linear")
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:

@@ -157,7 +157,7 @@ class CompiledStep:
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
 
     @contextlib.contextmanager
-    def dispatched(self, batch: Tree) -> Generator[Tree]:
+    def dispatch(self, batch: Tree) -> Generator[Tree]:
         """Dispatch one step, and delay signals until the end of a block that gets its metrics as device arrays."""
         self._store.refuse_averaged("a step")
         self._store.borrow()

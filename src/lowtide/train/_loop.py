@@ -36,7 +36,7 @@ from ._data import DataCursor, DataEnd, refuse_arrays
 from ._evaluation import Evaluation
 from ._events import Event, Record, note_failure, user_stacklevel
 from ._nan_policy import NonFinitePolicy
-from ._signals import SigtermMonitor, TerminationRequested, delay_signals, install_handlers
+from ._signals import SigtermMonitor, TerminationRequested, install_handlers
 from ._state import TrainStateStore
 from .checkpoint import RunMetadata, Snapshots
 
@@ -62,7 +62,7 @@ class FitOptions(TypedDict, total=False):
 class Run:
     """A run in a loop of your own, made by `Trainer.session`; iterate it once.
 
-    Mutable: it stores whether it was started and closed.
+    Mutable: it stores whether it was started.
 
     Args:
         session: yields the events.
@@ -71,7 +71,7 @@ class Run:
 
     def __init__(self, session: Session, listeners: Listeners) -> None:
         self._session, self._listeners = session, listeners
-        self._is_started, self._is_closed = False, False
+        self._is_started = False
 
     @property
     def records(self) -> list[Record]:
@@ -97,10 +97,6 @@ class Run:
         self._refuse_closed("settled")
         self._session.deliver()
 
-    def close(self) -> None:
-        """Close the run: it yields no further event, and `stop` and `settle` raise."""
-        self._is_closed = True
-
     def __iter__(self) -> Iterator[Event]:
         """Train, and yield the events in order; raise `StateError` outside of the ``with`` block or a second time."""
         if self._is_started:
@@ -116,7 +112,7 @@ class Run:
                 self._refuse_closed()
 
     def _refuse_closed(self, action: str = "iterated") -> None:
-        if self._is_closed or self._session.is_closed:
+        if self._session.is_closed:
             raise StateError(f"a run was {action} outside of its with block", hint="start another session to continue")
 
 
@@ -161,7 +157,7 @@ class Session:
         self.is_over = False
         """Whether the last step was taken, or an exception has ended the run."""
         self.is_closed = False
-        """Whether `running` has ended."""
+        """Whether `running` has ended; the run cannot be iterated, stopped or settled any more."""
         self.is_stopped = False
         position = metadata.position or {}
         # After a failure at step 0, callbacks may have counted the evaluation of step 0 already; `position` tells.
@@ -224,11 +220,7 @@ class Session:
                         notify(Event("exception", error, error))
                     raise
         finally:
-            self.close()
-
-    def close(self) -> None:
-        """Mark the run as closed: it cannot be iterated, stopped or settled any more."""
-        self.is_closed = True
+            self.is_closed = True
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -339,11 +331,9 @@ class Session:
     def _dispatch(self, step: int, batch: Tree) -> None:
         """Dispatch a step to the device; its values are pending from then on."""
         started = time.perf_counter()
-        program, on_device = self.compiled.prepare(batch)
-        with delay_signals():  # an interrupt here would lose the values of a step that the state already includes
-            metrics = self.compiled.dispatch(program, on_device)
+        with self.compiled.dispatch(batch) as metrics:
+            # An interrupt here would lose the values of a step that the state already includes.
             self._pending.append(_DispatchedStep(step + 1, metrics, started))
-        self.processes.wait_on_cpu(metrics)
         action = _TERMINATE if self._sigterm.has_arrived else _STOP * self.is_stopped
         self._pending[-1] = self._pending[-1]._replace(requested_action=self.processes.max_action(action))
 

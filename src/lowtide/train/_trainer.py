@@ -361,7 +361,8 @@ class Trainer:
         """
         self._store.refuse_averaged("advance")
         self._refuse_running("advance")
-        return self._compiled.run(batch)
+        with self._compiled.dispatch(batch) as metrics:
+            return metrics
 
     def stop(self) -> None:
         """End `fit` after the current step, as if it were the last one; without a running `fit` do nothing."""
@@ -523,7 +524,6 @@ class Trainer:
 
     def _finish_run(self, session: Session) -> None:
         """Keep the parts of an ended run that the next one needs."""
-        session.close()
         self._is_stopped, self._last_cursor = session.is_stopped, session.final_cursor or self._last_cursor
         self._session = None
         self._store.give_back()

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -8,12 +9,12 @@ from lowtide.finetune.data import ChatTemplate, Example, _chat, load_chat_templa
 from .templates import CHATML, CHATS, FAMILIES, GEMMA, SPECIAL, chat, marked, plain
 
 
-def _template(source):
-    return ChatTemplate(source=source, special=SPECIAL, where="template")
+def _template(source, system=None):
+    return ChatTemplate(source=source, special=SPECIAL, where="template", system=system)
 
 
-def _render(source, messages, **changes):
-    renderer = _chat.Renderer(_template(source))
+def _render(source, messages, system=None, **changes):
+    renderer = _chat.Renderer(_template(source, system))
     try:
         example = Example(kind="chat", where="a.jsonl:7", messages=tuple(messages), **changes)
         text, spans = renderer.render(example)
@@ -52,9 +53,10 @@ def test_what_transformers_gives_a_template_is_there():
 
 def test_of_a_prompt_and_a_completion_only_the_completion_is_learned():
     messages = chat("a", "b", "c", "d")
-    for source in (marked(CHATML), plain(CHATML)):
-        _, turns = _render(source, messages, first=3)
+    for source, system in itertools.product((marked(CHATML), plain(CHATML)), (None, "be brief")):
+        text, turns = _render(source, messages, system, first=3)
         assert [turn.strip() for turn in turns] == ["d<|im_end|>"]
+        assert text.startswith("<|im_start|>system\nbe brief<|im_end|>") == (system is not None)
 
 
 def test_a_turn_without_weight_is_read_and_not_learned():

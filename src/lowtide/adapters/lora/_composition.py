@@ -23,7 +23,7 @@ from ._lora import LoRAWeight
 from ._model import disable, merge
 from ._node import is_adapter, shard_adapter
 from ._saved import SavedWeight, make_saved
-from ._sites import check_complete, sites
+from ._sites import adapted_sites, check_complete, sites
 
 _ONE_BASE_HINT = "attach all adapters to one base: lt.lora.attach(base, lt.lora.split(model)[0]), or load them into it"
 
@@ -122,8 +122,8 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
         The model before the merge, up to the rounding of both steps (in bfloat16 up to two units in the last place).
 
     Raises:
-        StructureError: for DoRA, whose directions are not those of the merged weights, and for an array that trained as
-            a whole, whose old values are gone; and when the adapter is of another model.
+        StructureError: for a variant such as DoRA, whose directions are not those of the merged weights, and for an
+            array that trained as a whole, whose old values are gone; and when the adapter is of another model.
         NonFiniteError: when a weight has a value that is not finite, such as where (IA)³ scaled by zero.
 
     Memory:
@@ -137,11 +137,11 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
         [[0.0, 0.0], [0.0, 0.0]]
     """
     attached = attach(model, adapter)
-    for site in sites(attached):
-        if isinstance(site.node, SavedWeight) or getattr(site.node, "lora_magnitude", None) is not None:
-            description = "an array that trained as a whole" if isinstance(site.node, SavedWeight) else "DoRA"
+    for site in adapted_sites(attached):
+        is_saved = isinstance(site.node, SavedWeight)
+        if name := "an array that trained as a whole" if is_saved else site.node.variants.non_sums:
             hint = "keep the base, which merging does not change"
-            raise StructureError(f"{site.path}: {description} cannot be unmerged", hint=hint)
+            raise StructureError(f"{site.path}: {name} cannot be unmerged", hint=hint)
     return merge(jax.tree.map(lambda node: node.inverted() if is_adapter(node) else node, attached, is_leaf=is_weight))
 
 
@@ -191,8 +191,8 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
     Raises:
         ConfigError: when there are no models, or `weights` does not hold one number per model.
         StructureError: when the models have different bases, or an adapter is incomplete. Also when several models have
-            DoRA or (IA)³, which are not sums, or when the kinds or kernels of one weight cannot be added up. Values
-            that are unknown under `jax.jit`, and arrays that another process holds in part, are not compared.
+            adapters that are not sums, such as DoRA, or when the kinds or kernels of one weight cannot be added up.
+            Values that are unknown under `jax.jit`, and arrays that another process holds in part, are not compared.
 
     Memory:
         A copy of the adapters, in the dtype of their factors; the base is not copied.

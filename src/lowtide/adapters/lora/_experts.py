@@ -1,9 +1,9 @@
-"""LoRA for the experts of an MoE, a pair of factors for each expert of each layer, and their form in PEFT's files.
+"""LoRA for the experts of an MoE, a pair of factors for each expert of each layer, and their format in PEFT's files.
 
 The node is `LoRAWeight` with one more leading axis for the experts: W [L, E, out, in], A [L, E, r, in], B
-[L, E, out, r]. Activation rows come sorted by their expert. The grouped product multiplies them by the factors as it
-does by the weights, so W + B A is not materialised for any expert. For experts that are stored as [in, out], B
-multiplies the inputs and A gives the outputs, as for other matrices of that layout.
+[L, E, out, r]. The model sorts the rows of activations by expert. Its grouped product multiplies them by the factors as
+by the weights, so W + B A is not materialised for any expert. For experts that are stored as [in, out], B multiplies
+the inputs and A gives the outputs, as for other matrices in that layout.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ import numpy as np
 
 from ...core import ConfigError, LinearWeight, ModelFileError, StructureError, Tree, shortened, shown
 from ._kinds import AnyConfig
-from ._lora import Config, LoRAWeight
-from ._node import shard_adapter
+from ._lora import SUM_NAMES, VARIANTS, LoRAWeight, non_sum_kind
+from ._node import Variants, shard_adapter
 from ._peft import MERGE_HINT, MODEL_HINT, PREFIX, WEIGHT_INITS, AdapterKind, PeftConfig, TensorFile, host_leaves
 from ._sites import EXPERT, LAYER, Site, external_name, sites
 
-# Other kinds are refused. DoRA would compute the norms of every expert in every product. No source defines (IA)³'s
+# Other adapters are refused. DoRA would compute the norms of every expert in every product. No source defines (IA)³'s
 # vectors or VeRA's projections for experts. As in PEFT, there is no dropout.
 
 
 def check_experts(site: Site, config: AnyConfig) -> None:
-    """Check that experts support a configuration: LoRA on all layers, on a weight that is not quantised."""
-    is_lora = isinstance(config, Config)
-    kinds = {"DoRA": is_lora and config.dora, config.init: config.init in WEIGHT_INITS} if is_lora else {}
-    kinds |= {type(config).__name__: not is_lora, "layers": config.layers is not None}
-    if kind := next((name for name, is_used in kinds.items() if is_used), None):
-        message = f"{site.path}: experts support only LoRA and rsLoRA, on all layers, with random initial values"
+    """Check that experts support a configuration: LoRA with random values, on all layers, not quantised."""
+    init: Any = getattr(config, "init", None)
+    kinds = (non_sum_kind(config), init if init in WEIGHT_INITS else "", "" if config.layers is None else "layers")
+    if kind := next(filter(None, kinds), None):
+        message = f"{site.path}: experts support only {SUM_NAMES}, on all layers, with random initial values"
         raise ConfigError(message, got=kind, hint=site.exclusion_hint)
     if isinstance(site.weight, LinearWeight):
         hint = "do not quantise the experts, or leave them out of the targets"
@@ -42,8 +41,8 @@ def check_experts(site: Site, config: AnyConfig) -> None:
 
 
 def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: int, num_expected: int) -> None:
-    """Check that a file's adapters of experts are LoRA of all experts of all layers, on weights that take adapters."""
-    kind = config.kind.peft_type if not config.is_lora else "DoRA" if config.dora else "LoRA"
+    """Check that a file's adapters of experts are LoRA of all experts of all layers, on unquantised weights."""
+    kind = (config.variants.non_sums or "LoRA") if config.is_lora else config.kind.peft_type
     if (weight_init := getattr(config.file, "init_lora_weights", None)) in WEIGHT_INITS:  # of LoRA alone
         kind = str(weight_init)
     if kind != "LoRA" or num_adapted != num_expected or isinstance(site.weight, LinearWeight):
@@ -52,36 +51,34 @@ def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: i
         raise ModelFileError(message, got=actual, hint="merge this adapter with the software that made it")
 
 
-# Experts that are one parameter in PEFT's files, `target_parameters`. Such a parameter holds all experts of a layer, as
-# [E, out, in] or [E, in, out]. Often it holds two of our weights, one after the other along the outputs:
-# ``gate_up_proj`` is gate and up. PEFT wraps its module ``m`` once for each of its parameters that has an adapter, the
-# first one innermost. With two, the tensors of the first are ``m.base_layer.lora_A.weight`` and those of the second
-# ``m.lora_A.weight``. A is [E r, in], expert by expert. B is [out, r E]: for each of the r columns, those of all
-# experts side by side (`ParamWrapper` of PEFT 0.21). An entry matches a parameter whose name equals it, or ends with it
-# after a dot. Patterns for ranks and alphas match that name, too. `layers_to_transform` and `exclude_modules` apply to
-# modules only.
+# Experts as one parameter (`target_parameters` in PEFT's files). Such a parameter holds all experts of a layer, as
+# [E, out, in] or [E, in, out]. It may concatenate two weights of Lowtide along the outputs: ``gate_up_proj`` holds gate
+# and up. PEFT wraps a module ``m`` once for each of its parameters that has an adapter, the first one innermost. With
+# two, A of the first is ``m.base_layer.lora_A.weight``, and A of the second ``m.lora_A.weight``. A is [E r, in], expert
+# by expert. B is [out, r E], where the index of the expert varies fastest (`ParamWrapper` of PEFT 0.21). An entry of
+# the option matches a parameter whose name equals it, or ends with it after a dot. Patterns for ranks and alphas match
+# this name, too. `layers_to_transform` and `exclude_modules` apply to modules only.
 #
 # The adapter of a parameter becomes one adapter for each of its weights, with the same A and a part of the rows of B.
 # The values are exact, but there are two copies of A, which train separately.
 #
-# Where older versions of Transformers have modules for experts, adapters are written for those. PEFT joins them into
-# one adapter of the parameter: for gate and up, with the sum of their ranks. It derives that sum from the common rank
-# and alpha only, and ignores rank-stabilised scales. `parameter_patterns` adds explicit entries, which PEFT reads
-# first.
+# If older versions of Transformers have a module for each expert, files hold adapters of these modules. PEFT joins them
+# into one adapter of the parameter: for gate and up, with the sum of their ranks. PEFT computes this sum from the
+# common rank and alpha, and ignores `use_rslora`. `parameter_patterns` adds explicit entries, which PEFT reads first.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter that holds all experts of a layer, and the weights here that it corresponds to."""
+    """An external parameter, which holds all experts of a layer, and the sites of the weights in it."""
 
     name: str
-    """Its name in other software, with ``{layer}``."""
+    """Its external name, with ``{layer}``."""
     sites: tuple[Site, ...]
-    """Sites of its weights, whose outputs it holds one after the other."""
+    """Sites of its weights, in the order in which it concatenates their outputs."""
     is_transposed: bool
-    """Whether experts are stored as [in, out], there and here."""
+    """Whether the parameter and the weights at the sites store experts as [in, out]."""
     wrappers: int = 0
-    """Number of wrappers of other parameters around its own."""
+    """Number of PEFT's wrappers, for other parameters of its module, around its own wrapper."""
 
     @property
     def names(self) -> list[str]:
@@ -89,14 +86,14 @@ class Parameter:
 
     @property
     def keys(self) -> list[tuple[str, str]]:
-        """The file's names of A and B, one pair per layer."""
+        """Names of the tensors A and B in files, one pair per layer."""
         prefix = "base_layer." * self.wrappers
         modules = [name.rpartition(".")[0] for name in self.names]
         return [(f"{PREFIX}{m}.{prefix}lora_A.weight", f"{PREFIX}{m}.{prefix}lora_B.weight") for m in modules]
 
 
 def expert_parameters(model: Tree) -> list[Parameter]:
-    """List the model's ``expert_parameters``, in its order: other software holds a layer's experts in one of these."""
+    """Return the parameters that a model declares by ``expert_parameters``, in its order."""
     module_lists: Mapping[str, Sequence[str]] = getattr(model, "expert_parameters", {})
     by_module = {site.module: site for site in sites(model) if site.is_experts}
     parameters: list[Parameter] = []
@@ -118,12 +115,12 @@ def _set_wrappers(chosen: Sequence[Parameter]) -> list[Parameter]:
 
 
 def written_parameters(model: Tree) -> list[Parameter]:
-    """List the adapted parameters that are written as `target_parameters`: their experts are not modules elsewhere."""
+    """Return the adapted parameters to write as `target_parameters`: their experts are no external modules."""
     return _set_wrappers([item for item in expert_parameters(model) if item.is_transposed and is_adapted(item)])
 
 
 def parameter_entries(model: Tree, kind: AdapterKind) -> tuple[dict[str, Any], dict[str, np.ndarray], set[int]]:
-    """Return configuration entries, tensors and site indices of experts that are written as one parameter."""
+    """Return entries for `describe`, tensors, and site indices of experts that are written as one parameter."""
     entries: dict[str, Any] = {}
     tensors: dict[str, np.ndarray] = {}
     indices: set[int] = set()
@@ -131,7 +128,7 @@ def parameter_entries(model: Tree, kind: AdapterKind) -> tuple[dict[str, Any], d
         (site,) = parameter.sites
         leaves, _ = host_leaves(site)
         entries |= dict.fromkeys(parameter.names, kind.entry(site.node, 1.0))
-        # These experts are stored as [in, out], so PEFT's A is B here, transposed, and its B is A.
+        # These experts are stored as [in, out], so PEFT's A is our Bᵀ, and PEFT's B is our Aᵀ.
         layers = zip(parameter.keys, leaves["lora_b"].swapaxes(-1, -2), leaves["lora_a"].swapaxes(-1, -2), strict=True)
         for (key_a, key_b), a, b in layers:
             tensors[key_a] = np.ascontiguousarray(a.reshape(-1, a.shape[-1]))
@@ -141,7 +138,7 @@ def parameter_entries(model: Tree, kind: AdapterKind) -> tuple[dict[str, Any], d
 
 
 def parameter_patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return ``rank_pattern`` and ``alpha_pattern`` with entries for parameters that PEFT makes of experts' modules.
+    """Return ``rank_pattern`` and ``alpha_pattern`` with entries for parameters in which PEFT joins experts' modules.
 
     `config` holds the contents of `adapter_config.json` for modules. New entries come first, and only where PEFT would
     derive another rank or alpha. The result is empty for kinds other than LoRA.
@@ -150,13 +147,14 @@ def parameter_patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict
         return {}
     ranks: dict[str, Any] = {}
     alphas: dict[str, Any] = {}
+    variants = Variants(variant for variant in VARIANTS if config[variant.option])
     for parameter in expert_parameters(model):
         if parameter.is_transposed or not is_adapted(parameter):
             continue
         check_scales(parameter)
         nodes: list[Any] = [site.node for site in parameter.sites]
         rank, num_weights = sum(node.rank for node in nodes), len(nodes)
-        alpha = round(nodes[0].scaling * (math.sqrt(rank) if config["use_rslora"] else rank), 12)
+        alpha = round(nodes[0].scaling * rank**variants.power, 12)
         # PEFT multiplies the common rank and alpha by the number of weights. Where that is right, no entry is needed.
         if (rank, alpha) != (config["r"] * num_weights, config["lora_alpha"] * num_weights):
             entry = ".".join(parameter.name.split(".")[-2:])
@@ -165,7 +163,7 @@ def parameter_patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict
 
 
 def check_scales(parameter: Parameter) -> None:
-    """Check that adapters which PEFT joins into one have the same scale."""
+    """Check that the adapters of a parameter's weights, which PEFT joins into one, have the same scale."""
     scales = {site.path: site.node.scaling for site in parameter.sites}
     if not math.isclose(min(scales.values()), max(scales.values())):
         message = f"{', '.join(scales)}: PEFT reads these adapters as one adapter of {parameter.name}, with one scale"
@@ -180,7 +178,7 @@ def is_adapted(parameter: Parameter) -> bool:
 
 
 def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
-    """Return the parameters that a directory adapts. It must adapt all layers, and not also train them as a whole."""
+    """Return the parameters in `target_parameters`; raise if some layers are missing, or in `modules_to_save`, too."""
     entries: Sequence[str] = config.file.target_parameters or () if config.is_lora else ()
     parameters = expert_parameters(model)
     all_names = [name for parameter in parameters for name in parameter.names]
@@ -208,7 +206,7 @@ def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
 
 
 def read_parameter(file: TensorFile, parameter: Parameter, config: PeftConfig) -> dict[int, LoRAWeight]:
-    """Read the nodes of a parameter's weights, by `Site.index`; all layers must have one rank and one alpha."""
+    """Read the nodes of a parameter's weights, by `Site.index`; all layers must have the same rank and alpha."""
     weights, names = [site.weight for site in parameter.sites], parameter.names
     shapes = [weight.shape[:1:-1] if parameter.is_transposed else weight.shape[2:] for weight in weights]
     num_experts, inner, outs = weights[0].shape[1], shapes[0][1], [out for out, _ in shapes]
@@ -227,8 +225,8 @@ def read_parameter(file: TensorFile, parameter: Parameter, config: PeftConfig) -
     ends = np.cumsum([0, *outs])
     for site, start, end in zip(parameter.sites, ends[:-1], ends[1:], strict=True):
         a, b = lora_a, lora_b[:, :, start:end]
-        if parameter.is_transposed:  # here B reads the inputs, and A writes the outputs
+        if parameter.is_transposed:  # B multiplies the inputs, and A gives the outputs
             a, b = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
-        node = LoRAWeight(site.weight, jnp.array(a), jnp.array(b), alpha, rslora=bool(config.file.use_rslora))
+        node = LoRAWeight(site.weight, jnp.array(a), jnp.array(b), alpha, **config.variants.static_fields)
         nodes[site.index] = shard_adapter(node)
     return nodes

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -46,7 +47,7 @@ from ._experts import (
 )
 from ._kernel import KERNELS, LoRAKernel, adapted_kernels, kernel_name, kernel_tensors, read_kernel
 from ._kinds import common_kind, read_config
-from ._lora import layer_entry, remove_padding
+from ._lora import SUM_NAMES
 from ._node import shard_adapter
 from ._peft import (
     CONFIG_FILE,
@@ -138,7 +139,7 @@ def save(
         if isinstance(site.node, LoRAKernel):
             name = kernel_name(model, site)
             _refuse_duplicate(site, name, entries)
-            entries[name] = {"rank": site.node.rank, "alpha": site.node.alpha, "rslora": None, "dora": False}
+            entries[name] = {"rank": site.node.rank, "alpha": site.node.alpha, "variants": None}
             tensors |= kernel_tensors(site, name)
             kernels[name] = [site.node.num_rows, site.node.num_columns]
             continue
@@ -148,15 +149,14 @@ def save(
             _refuse_duplicate(site, name, entries)
             if scales is not None and scales[layer] == 0:
                 continue
-            entries[name] = kind.entry(site.node, 1.0 if scales is None else float(scales[layer]))
-            if ranks is not None and ranks[layer] != site.node.rank:
-                entries[name] = layer_entry(entries[name], ranks[layer])
-            ends = kind.tensor_suffixes(dora=entries[name].get("dora", False), table=name in tables)
+            rank = None if ranks is None else ranks[layer]
+            entries[name] = kind.entry(site.node, 1.0 if scales is None else float(scales[layer]), rank)
+            ends = kind.tensor_suffixes(site.node.variants, table=name in tables)
             for leaf, key in tensor_keys(name, ends).items():
                 values = leaves[leaf]
                 if stacked := len(site.weight.shape) - 2:  # number of leading axes: layers, and experts of each
                     values = values.reshape(-1, *values.shape[stacked:])[layer]
-                values = values if ranks is None else remove_padding(values, leaf, ranks[layer])
+                values = values[tuple(slice(rank if axis == "rank" else None) for axis in site.node.AXES[leaf])]
                 values = values.T if name in tables else values
                 tensors[key] = np.ascontiguousarray(kind.to_file(values, site.node))
     tensors |= kind.write_shared(adapted)
@@ -167,8 +167,13 @@ def save(
     options |= {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
     config = describe(entries, modules, kind, options, parameters)
     config |= parameter_patterns(model, config)
-    if ignored := getattr(model, "ignored_modules", ()):
-        config["exclude_modules"] = rf".*\b({'|'.join(ignored)})\b.*"
+    if ignored := "|".join(getattr(model, "ignored_modules", ())):
+        if kind.peft_type == "VERA":  # PEFT 0.21 ignores `exclude_modules` of VeRA, but matches a text as an expression
+            names = config["target_modules"]
+            names = names if isinstance(names, str) else rf"(.*\.)?({'|'.join(map(re.escape, names))})"
+            config["target_modules"] = rf"(?!.*\b({ignored})\b)({names})"
+        else:
+            config["exclude_modules"] = rf".*\b({ignored})\b.*"
     contents = {
         WEIGHTS_FILE: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -179,10 +184,9 @@ def save(
 def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """Give a model the adapters of a directory that `save` or PEFT wrote.
 
-    It reads LoRA with its variants rsLoRA and DoRA, (IA)³ and VeRA, with rank and alpha patterns, and with layers that
-    have no adapter. It reads LoRA of experts as modules and as one parameter (`target_parameters`). It also reads
-    arrays that trained as a whole (`modules_to_save`, biases), and embeddings that PEFT resized. Training can continue
-    from loaded adapters.
+    It reads LoRA with its variants, (IA)³ and VeRA, with rank and alpha patterns, and with layers that have no adapter.
+    It reads LoRA of experts as modules and as one parameter (`target_parameters`). It also reads arrays that trained as
+    a whole (`modules_to_save`, biases), and embeddings that PEFT resized. Training can continue from loaded adapters.
 
     Args:
         model: the base model, or one that has adapters of the same kinds and ranks on the same modules, whose values
@@ -235,10 +239,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             kernels = adapted_kernels(model, config, keys)
             parameters = adapted_parameters(model, config)
             non_modules = {*kernels, *(site.index for item in parameters for site in item.sites)}
-            chosen: dict[int, list[bool]] = {}
-            for index in names:
-                if index not in non_modules and any(mask := _adapter_mask(names[index], config, keys, by_index[index])):
-                    chosen[index] = mask
+            masks = {i: _adapter_mask(names[i], config, keys, by_index[i]) for i in names if i not in non_modules}
+            chosen = {index: mask for index, mask in masks.items() if any(mask)}
             _check_tables(path, model, [by_index[i] for i in chosen if names[i][0] in config.tables], config)
             adapted = {name for index, mask in chosen.items() for name in itertools.compress(names[index], mask)}
             adapted |= {name for name, *_ in kernels.values()}
@@ -369,12 +371,13 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
 
 
 def _check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftConfig) -> None:
-    """Check that embeddings are not tied, and that their adapters are LoRA with random initial values, without DoRA."""
+    """Check that embeddings are not tied, and that their adapters are W + s B A with random initial values."""
+    name = config.variants.non_sums
     for site in tables:
-        if not config.is_lora or config.dora or config.file.init_lora_weights in WEIGHT_INITS:
+        if not config.is_lora or name or config.file.init_lora_weights in WEIGHT_INITS:
             kind = config.file.init_lora_weights if config.is_lora else config.kind.peft_type
-            message = f"{path}: the embedding {site.path} supports only LoRA and rsLoRA with random initial values"
-            raise ModelFileError(message, got="DoRA" if config.dora else kind, hint=MERGE_HINT)
+            message = f"{path}: the embedding {site.path} supports only {SUM_NAMES} with random initial values"
+            raise ModelFileError(message, got=name or kind, hint=MERGE_HINT)
         if external_name(model, site) in tied_names(model):
             raise ModelFileError(f"{path}: {site.path} {TIED_MESSAGE}", hint=TIED_HINT)
 

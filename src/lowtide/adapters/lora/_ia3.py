@@ -1,4 +1,4 @@
-"""(IA)³, a vector that scales the outputs or the inputs of a weight: configuration, node, and PEFT's files.
+"""(IA)³, a trainable vector that scales the outputs or the inputs of a weight: configuration, node, and PEFT's files.
 
 Source: Liu et al., "Few-Shot Parameter-Efficient Fine-Tuning is Better and Cheaper than In-Context Learning"
 (arXiv:2205.05638).
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from ...core import ExternalNames, ModelFileError, Pattern, StructureError, Tree, linear
 from .._adapted import Use
-from ._node import AdapterWeight, ScaledWeight, expand_like
+from ._node import AdapterWeight, ScaledWeight, Variant, expand_like
 from ._peft import AdapterKind, PeftConfig, TensorFile, mask_scale, stack_layers, target_modules
 from ._sites import Site, layer_scale, make_leaf, match_field, normalize_fields, sites, to_patterns
 
@@ -69,10 +69,9 @@ class IA3Weight(ScaledWeight, AdapterWeight):
     weight: Any
     """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
     lora_scale: Any
-    """The vector, float32: [out], or with `feedforward` [in]; in a stack with L in front."""
+    """The vector, float32: [out], or [in] with `feedforward`; in a stack [L, out] or [L, in]."""
     layer_scale: Any = None
-    """In a stack, 1 for layers with an adapter and 0 for those without, [L], which does not train. None: all have
-    one."""
+    """Frozen array [L] of a stack: 1 for layers with an adapter, 0 for others. None: all layers have an adapter."""
     feedforward: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether inputs are scaled instead of outputs (static)."""
 
@@ -80,7 +79,7 @@ class IA3Weight(ScaledWeight, AdapterWeight):
 
     @property
     def AXES(self) -> dict[str, tuple[str, ...]]:  # noqa: N802 - as in the other nodes, where it is a class attribute
-        """The axes of each leaf that follow the layer axes."""
+        """The axes of each leaf after the stack axes."""
         return {"lora_scale": ("in",) if self.feedforward else ("out",), "layer_scale": ()}
 
     @property
@@ -89,7 +88,7 @@ class IA3Weight(ScaledWeight, AdapterWeight):
         return f"{self.NAME} on {'inputs' if self.feedforward else 'outputs'}"
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """Compute l * (x Wᵀ), with `feedforward` (l * x) Wᵀ, in the dtype of `x`.
+        """Compute l * (x Wᵀ), or (l * x) Wᵀ with `feedforward`, in the dtype of `x`; l is `lora_scale`.
 
         Args:
             x: activations, shape [..., in].
@@ -106,7 +105,7 @@ class IA3Weight(ScaledWeight, AdapterWeight):
         return y * expand_like(self._scale_vector(), y)
 
     def linear_with_bias(self, x: Float[Array, "*batch in"], bias: Float[Array, " out"]) -> Float[Array, "*batch out"]:
-        """Compute l * (x Wᵀ + b), because the bias is a part of the outputs; with `feedforward` (l * x) Wᵀ + b."""
+        """Compute l * (x Wᵀ + b), or (l * x) Wᵀ + b with `feedforward`; l also scales b, a part of the outputs."""
         if self.feedforward:
             y = self.linear(x)
             return y + expand_like(bias, y)
@@ -114,7 +113,7 @@ class IA3Weight(ScaledWeight, AdapterWeight):
         return (y + expand_like(bias, y)) * expand_like(self._scale_vector(), y)
 
     def inverted(self) -> IA3Weight:
-        """Return the adapter whose merge undoes that of this one."""
+        """Return the inverse adapter, with 1 / `lora_scale`: merging it undoes the merge of this adapter."""
         return dataclasses.replace(self, lora_scale=1 / self.lora_scale)
 
     def _scale_vector(self) -> Array:
@@ -125,12 +124,12 @@ class IA3Weight(ScaledWeight, AdapterWeight):
         return jnp.where(is_adapted, scale, 1.0)
 
     def folded(self) -> Float[Array, "out in"]:
-        """Return the matrix that `linear` multiplies by, in float32; only for merging, on one matrix."""
+        """Return the matrix by which `linear` multiplies, in float32, for merging; the node must not be a stack."""
         vector = self._scale_vector()
         return self.weight.astype(jnp.float32) * (vector[None, :] if self.feedforward else vector[:, None])
 
     def folded_bias(self, bias: Float[Array, "*L out"]) -> Float[Array, "*L out"]:
-        """Return the bias that belongs to `folded`; also of a stack."""
+        """Return the bias after a merge: scaled, or unchanged with `feedforward`. The node may be a stack."""
         return bias if self.feedforward else (bias.astype(jnp.float32) * self._scale_vector()).astype(bias.dtype)
 
 
@@ -164,10 +163,10 @@ class _IA3(AdapterKind):
     def patterns(self, file: Any) -> list[str]:
         return [file.feedforward_modules] if isinstance(file.feedforward_modules, str) else []
 
-    def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+    def tensor_suffixes(self, variants: Sequence[Variant] = (), *, table: bool = False) -> dict[str, str]:
         return {"lora_scale": "ia3_l"}
 
-    def entry(self, node: Any, scale: float) -> dict[str, Any]:
+    def entry(self, node: Any, scale: float, rank: int | None = None) -> dict[str, Any]:
         return {"feedforward": node.feedforward}
 
     def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:

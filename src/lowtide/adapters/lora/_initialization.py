@@ -1,4 +1,4 @@
-"""Initial values of LoRA that depend on the data (EVA) or on the error of quantisation (LoftQ).
+"""Initial values of LoRA that depend on the data (EVA) or on the quantisation error (LoftQ).
 
 Values that `add` computes from a key or from the weight are in `_lora.py`.
 """
@@ -28,23 +28,22 @@ from ...core import (
     partition,
     value_and_grad,
 )
-from ._lora import Config, LoRAWeight, dense_matrix, pissa
+from ._lora import VARIANTS, Config, LoRAWeight, dense_matrix, pissa
 from ._model import add
 from ._node import ScaledWeight, shard_adapter
 from ._sites import Site, adapted_sites, is_table, replace, sites
 
-# EVA: adapters that begin as the directions in which the inputs of their weights vary most. A node replaces each target
-# and multiplies as before. Its backward pass returns XᵀX Ω of its inputs X, as the gradient of a leaf that has no
-# effect on values. So the inputs are recorded wherever gradients flow: in scans, under rematerialisation, in
-# `jax.vmap`, sharded among devices. Nothing of shape [in, in] is materialised. The singular vectors come from that
-# product as those of a Nyström approximation.
+# EVA: A begins as the directions in which the inputs X of the weight vary most. To measure them, a node replaces each
+# target and multiplies as before. Its backward pass returns XᵀX Ω, for a matrix Ω of orthonormal columns, as the
+# gradient of a leaf that has no effect on values. So inputs are recorded wherever gradients flow: in scans, under
+# rematerialisation, in `jax.vmap`, sharded among devices. Nothing of shape [in, in] is materialised. The singular
+# vectors are those of a Nyström approximation, which is computed from XᵀX Ω.
 #
 # Sources: Paischer et al., "One Initialization to Rule them All: Fine-tuning via Explained Variance Adaptation"
 # (arXiv:2410.07170); Tropp et al., "Fixed-Rank Approximation of a Positive-Semidefinite Matrix from Streaming Data"
-# (arXiv:1706.05736). Deviations from PEFT: it updates a decomposition with every batch until it settles, and moves
-# ranks to the weights whose inputs vary most. Here the number of passes over the batches is fixed, and every weight
-# keeps its configured rank, because a stack has one rank. Rows on which the loss does not depend, such as padding, are
-# ignored.
+# (arXiv:1706.05736). Deviations from PEFT: PEFT updates a decomposition with every batch until it converges, and gives
+# higher ranks to weights whose inputs vary more. Here the number of passes over the batches is fixed. Every weight
+# keeps its configured rank, because a stack has one rank. Rows that do not affect the loss, as of padding, are ignored.
 
 _OVERSAMPLING = 8
 """Columns of Ω in addition to twice the rank."""
@@ -62,32 +61,32 @@ def eva(
 ) -> Tree:
     """Give chosen weights adapters whose A begins as the first right-singular vectors of their inputs.
 
-    B is zero, so nothing changes at first.
+    B is zero, so the outputs of the model do not change at first.
 
     Args:
         model: as for `add`, with targets that are matrices [out, in], or stacks of them; they may be quantised.
-        config: of LoRA; its `init` is "peft".
+        config: a LoRA configuration with `init` "peft".
         fn: the loss, a differentiable function of the model and a batch that returns one number. For a model that uses
-            weights in other ways than through `lowtide.core.linear` or ``@``, give ``lt.adapted(fn)``.
-        batches: a handful of batches of the training data. They are held while this runs.
+            weights in other ways than through `lowtide.core.linear` or ``@``, pass ``lt.adapted(fn)``.
+        batches: a handful of batches of the training data. All of them stay in memory during the call.
         key: a JAX random key.
         has_aux: whether `fn` also returns auxiliary values, which are dropped.
         num_passes: number of passes over the batches. More passes come closer to the exact vectors. One pass is exact
-            where ``2 * rank + 8`` is no less than the number of inputs.
+            if ``2 * rank + 8`` is at least the number of inputs.
 
     Returns:
         The model with a `LoRAWeight` in place of each target.
 
     Raises:
         ConfigError: for another `init`, a number of passes below 1, and no batch; and as `add`.
-        StructureError: for a target that is no matrix or that `fn` does not multiply by as [out, in]; and as `add`.
+        StructureError: for a target that is not a matrix [out, in] in `fn`, or does not affect the loss; and as `add`.
         SelectionError: as `add`.
         NonFiniteError: when inputs are not finite numbers.
 
     Memory:
-        While it runs: four arrays [in, 2 * rank + 8] in float32 for each target, and the residuals of `fn`. For one
-        target at a time also its inputs in float32. Its time is that of `num_passes` gradients of each batch with
-        respect to all activations.
+        During the call: four arrays [in, 2 * rank + 8] in float32 for each target, and the residuals of `fn`. For one
+        target at a time also its inputs in float32. The call takes the time of `num_passes` gradients of each batch
+        with respect to all activations.
 
     Examples:
         >>> from lowtide.adapters.lora import Config, eva
@@ -138,17 +137,14 @@ def eva(
 
 
 def check_eva(model: Tree, added: Tree) -> None:
-    """Check, before there is a batch, that `eva` supports the targets.
+    """Check, without a batch, that `eva` supports the targets.
 
     Args:
-        model: the model; shapes are enough.
+        model: the model; its leaves may be shapes.
         added: the same model with adapters, from `add`.
 
     Raises:
         StructureError: for an adapter of an embedding, or of a weight that is not a matrix or a stack of matrices.
-
-    Memory:
-        None.
     """
     for site in _added_sites(model, added):
         is_embedding = is_table(model, site)
@@ -166,7 +162,7 @@ def _added_sites(model: Tree, added: Tree) -> list[Site]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _SketchedWeight(ScaledWeight):
-    """A weight that records its inputs X: the gradient of its sketch is XᵀX times the seed."""
+    """A weight that records its inputs X: the gradient of `sketch` is XᵀX times `seed`."""
 
     weight: Any
     seed: Any
@@ -180,7 +176,7 @@ class _SketchedWeight(ScaledWeight):
         return linear(_record_inputs(x, self.seed, self.sketch), self.weight)
 
     def __rmatmul__(self, x: Array) -> Array:
-        """Refuse x W, because A reads the inputs of x Wᵀ."""
+        """Raise for x W: EVA needs the inputs of products x Wᵀ."""
         message = f"EVA does not support a weight {list(self.shape)} that is multiplied as [in, out]"
         raise StructureError(message, hint="start from random values with lt.lora.add, or leave it out of the targets")
 
@@ -196,7 +192,7 @@ def _record_inputs_fwd(x: Array, seed: Array, sketch: Array) -> tuple[Array, tup
 
 def _record_inputs_bwd(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
     x, seed = residuals
-    # Rows without a cotangent, such as padding, do not affect the loss.
+    # Rows whose cotangent is zero, such as padding, do not affect the loss.
     has_cotangent = jnp.any(cotangent != 0, axis=-1, keepdims=True)
     rows = jnp.where(has_cotangent, x.astype(jnp.float32), 0).reshape(-1, x.shape[-1])
     return cotangent, jnp.zeros_like(seed), _matmul(rows.T, _matmul(rows, seed))
@@ -210,7 +206,7 @@ def _matmul(a: Array, b: Array) -> Array:
 
 
 def _draw_seed(site: Site, key: Array) -> Float[Array, "*L in k"]:
-    """Draw Ω with orthonormal columns; where it is square, any basis gives the exact result."""
+    """Draw Ω with orthonormal columns; if it is square, one pass gives the exact result."""
     *layers, _, inner = site.weight.shape
     width = min(inner, 2 * site.node.rank + _OVERSAMPLING)
     return jnp.linalg.qr(jax.random.normal(site.random_key(key), (*layers, inner, width), jnp.float32))[0]
@@ -230,8 +226,8 @@ def _check_sketch(site: Site, sketch: Array) -> None:
 def _first_vectors(seed: Float[Array, "*L in k"], sketch: Float[Array, "*L in k"], rank: int) -> Array:
     """Return the first eigenvectors of XᵀX as rows, [*L, rank, in], from the seed Ω and the sketch XᵀX Ω."""
     # Nyström: XᵀX ≈ S (ΩᵀS)⁺ Sᵀ = F Fᵀ with the sketch S and F = S V λ^(-1/2), where V and λ are the eigenvectors and
-    # eigenvalues of ΩᵀS. The left singular vectors of F are the eigenvectors. Eigenvalues within rounding of zero are
-    # dropped.
+    # eigenvalues of ΩᵀS. The left singular vectors of F approximate the eigenvectors of XᵀX. Eigenvalues of ΩᵀS that
+    # are zero up to rounding are dropped.
     inner = _matmul(seed.mT, sketch)
     values, vectors = jnp.linalg.eigh((inner + inner.mT) / 2)
     threshold = jnp.finfo(jnp.float32).eps * values[..., -1:] * values.shape[-1]
@@ -250,11 +246,11 @@ def loftq(
 
     Args:
         model: the model, whose targets are matrices of floating-point numbers.
-        config: of LoRA, without DoRA; its `init` is "peft".
-        format: of the quantised weights, as for `lowtide.quantize`.
+        config: a LoRA configuration with `init` "peft", without DoRA.
+        format: format of the quantised weights, as for `lowtide.quantize`.
         key: a JAX random key.
-        num_steps: how often both steps are done. With 1, Q is the quantised W: the base is that of `lowtide.quantize`,
-            and the saved adapter fits that base. With more, Q is another base: keep it, or merge.
+        num_steps: number of times that both steps run. With 1, Q is the quantised W, as from `lowtide.quantize`, and a
+            saved adapter fits that base. With more, Q is another base: store it with the adapter, or merge them.
         block: as for `lowtide.quantize`.
 
     Returns:
@@ -267,7 +263,7 @@ def loftq(
 
     Memory:
         The quantised weights and adapters. For one matrix at a time, three copies in float32, and its decomposition.
-        The model's own weights stay until it is dropped.
+        The original weights stay until the caller drops `model`.
 
     Examples:
         >>> from lowtide.adapters.lora import Config, loftq
@@ -281,9 +277,11 @@ def loftq(
         Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models" (arXiv:2310.08659).
     """
     check_integer("num_steps", num_steps)
-    if config.dora or config.init != "peft":
-        options = f"dora={config.dora}, init={config.init!r}"
-        raise ConfigError(f'LoftQ computes the initial factors, and needs dora=False, init="peft", not {options}')
+    fields = [variant.field for variant in VARIANTS if not variant.is_sum]
+    if config.init != "peft" or any(getattr(config, field) for field in fields):
+        needed = ", ".join(f"{field}=False" for field in fields)
+        options = ", ".join(f"{field}={getattr(config, field)!r}" for field in (*fields, "init"))
+        raise ConfigError(f'LoftQ computes the initial factors, and needs {needed}, init="peft", not {options}')
     form = quant.format_named(format, block)
     added = add(model, config, key=key)
     nodes: dict[int, Any] = {}

@@ -1,10 +1,10 @@
-"""LoRA for a weight that is not a matrix: kernels of attention and convolutions, and embedding tables.
+"""LoRA for weights that are not matrices: kernels of attention and convolutions, and embedding tables.
 
-A kernel W[m..., n...] has two groups of axes, and a product sums over one of them. Its correction is B A with
-B[m..., r] and A[r, n...]. An operation that sums over one group of W is done with the factor that has this group. Its
-result has r in place of the other group, and is multiplied by the other factor. So a convolution becomes one with r
-channels and a product over channels, as in PEFT. A table lookup takes rows of B and multiplies them by A. Stack axes
-come before both groups, in all leaves. Products reach the node only through `lowtide.adapted`.
+Here a kernel is a weight W[m..., n...] with two groups of axes, m and n. A product sums over one group. The correction
+is B A with B[m..., r] and A[r, n...]. The factor that has this group replaces W in the product. The result then has r
+in place of the other group, and is multiplied by the other factor. So a convolution becomes a convolution with r
+channels and a product over channels, as in PEFT. A table lookup takes rows of B and multiplies them by A. In all
+leaves, stack axes come before both groups. Only functions in `lowtide.adapted` can use the node.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ._peft import (
 from ._sites import Site, sites
 
 KERNELS = "lowtide_kernels"
-"""Our own key of the configuration, which PEFT ignores."""
+"""Lowtide's own key in `adapter_config.json`, which PEFT ignores."""
 
 # Source: Hu et al. (arXiv:2106.09685), section 4.1, for matrices; for convolutions PEFT's `lora.Conv2d`.
 
@@ -44,7 +44,7 @@ KERNELS = "lowtide_kernels"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoRAKernel(AdapterWeight):
-    """A weight of two groups of axes with a low-rank adapter; a pytree node for `lowtide.adapted`.
+    """A weight with two groups of axes and a low-rank adapter; a pytree node for `lowtide.adapted`.
 
     The paths of its leaves are ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``.
 
@@ -73,7 +73,7 @@ class LoRAKernel(AdapterWeight):
 
     @property
     def rank(self) -> int:
-        """The inner dimension r of B A."""
+        """The rank r of B A."""
         return int(self.lora_b.shape[-1])
 
     @property
@@ -83,11 +83,11 @@ class LoRAKernel(AdapterWeight):
 
     @property
     def scaling(self) -> float:
-        """The factor of B A: ``alpha / rank``."""
+        """Scale of the correction B A: ``alpha / rank``."""
         return self.alpha / self.rank
 
     def transposed(self, order: tuple[int, ...]) -> LoRAKernel | None:
-        """Transpose the weight; return None where the order mixes its groups of axes or moves its stack axes."""
+        """Transpose the weight; return None if `order` mixes its groups of axes or moves its stack axes."""
         num_stack, rows_end = self.num_stacked, self.num_stacked + self.num_rows
         stack, kernel_order = order[:num_stack], order[num_stack:]
         is_swapped = kernel_order[0] >= rows_end
@@ -96,8 +96,7 @@ class LoRAKernel(AdapterWeight):
         row_axes, column_axes = (second, first) if is_swapped else (first, second)
         if stack != tuple(range(num_stack)) or sorted(row_axes) != [*range(num_stack, rows_end)]:
             return None
-        # Axes of the factors: B [*stack, *m, r], A [*stack, r, *n]. If the groups swap, Aᵀ is the new B and Bᵀ the new
-        # A.
+        # The factors are B [*stack, *m, r] and A [*stack, r, *n]. If the groups swap, Aᵀ becomes B and Bᵀ becomes A.
         weight, a_axes = self.weight.transpose(order), tuple(axis - self.num_rows + 1 for axis in column_axes)
         if is_swapped:
             new_b = self.lora_a.transpose((*stack, *a_axes, num_stack))
@@ -111,21 +110,21 @@ class LoRAKernel(AdapterWeight):
         """Compute a function that is linear in the weight, without materialising W + scaling B A.
 
         Args:
-            run: the function. It takes an array in place of the weight, without the stack. Any number of axes may
-                replace the group that is not summed over. The result of `run` has these axes from axis `at` on.
+            run: the function. Its argument is an array in place of the weight, without stack axes. The array may have
+                any number of axes in place of the free group, which is the group that `run` does not sum over.
             over_rows: whether `run` sums over m, or takes rows along m; otherwise it sums over n.
-            at: index of the first of these axes in the result of `run`.
-            dtype: to compute in.
+            at: position of the first axis of the free group in the result of `run`.
+            dtype: dtype of the computation and of the result.
 
         Returns:
-            ``run(W + scaling B A)``, in this dtype.
+            ``run(W + scaling B A)``.
 
         Memory:
-            In addition to the result, an array with r in place of the group that is not summed over.
+            In addition to the result, an array with r in place of the free group.
         """
         first, second = (self.lora_b, self.lora_a) if over_rows else (self.lora_a, self.lora_b)
         # `run` is linear and sums over one group only, so run(B A) is run(B) times A, or run(A) times B. The factor in
-        # the call has the one axis r in place of the other group, and `run` leaves it at `at`.
+        # the call has one axis r in place of the free group, and the result of `run` has r as its axis `at`.
         low_rank = jnp.moveaxis(run(first.astype(dtype)), at, -1) * jnp.asarray(self.scaling, dtype)
         factor = second.astype(dtype) if over_rows else jnp.moveaxis(second.astype(dtype), -1, 0)
         num_free = factor.ndim - 1
@@ -134,12 +133,12 @@ class LoRAKernel(AdapterWeight):
         return run(self.weight.astype(dtype)) + delta
 
     def inverted(self) -> LoRAKernel:
-        """Return the adapter whose merge undoes that of this one."""
+        """Return the inverse adapter: merging it undoes the merge of this adapter."""
         return dataclasses.replace(self, lora_b=-self.lora_b)
 
 
 def init_kernel(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[int, ...]], Any]) -> LoRAKernel:
-    """Make a fresh adapter with A drawn and B zero; both are abstract when the weight is."""
+    """Make a node with A from `draw` and B zero; both are shapes if the weight is a `jax.ShapeDtypeStruct`."""
     shape_a, shape_b = _factor_shapes(tuple(weight.shape), rank, use.num_rows, use.num_columns)
     if isinstance(weight, jax.ShapeDtypeStruct):
         lora_a, lora_b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape_a, shape_b))
@@ -149,7 +148,7 @@ def init_kernel(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[
 
 
 def _make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: int, num_columns: int) -> LoRAKernel:
-    """Make a node of a kernel and its factors, which are sharded like the kernel along the axes they share."""
+    """Make a node; shard the factors like the kernel along the axes that they share with it."""
     if (sharding := named_sharding(weight)) is not None:
         spec = (*sharding.spec, *(None,) * (len(weight.shape) - len(sharding.spec)))
         specs = _factor_shapes(spec, None, num_rows, num_columns)
@@ -161,13 +160,13 @@ def _make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: 
 
 
 def _factor_shapes(shape: tuple[Any, ...], rank: Any, num_rows: int, num_columns: int) -> tuple[Any, Any]:
-    """Return the axes of A [*stack, r, *n] and B [*stack, *m, r], from those of a kernel [*stack, *m, *n]."""
+    """Return the shapes, or specs, of A [*stack, r, *n] and B [*stack, *m, r] from that of [*stack, *m, *n]."""
     split = len(shape) - num_columns
     return (*shape[: split - num_rows], rank, *shape[split:]), (*shape[:split], rank)
 
 
 def merge_kernel(node: LoRAKernel) -> Any:
-    """Compute W + scaling B A in float32, rounded once to the dtype of W; holds a float32 copy of W meanwhile."""
+    """Compute W + scaling B A in float32, with a float32 copy of W, and round it once to the dtype of W."""
     if isinstance(node.weight, jax.ShapeDtypeStruct):
         return node.weight
     weight, lora_a, lora_b = (jnp.asarray(leaf) for leaf in (node.weight, node.lora_a, node.lora_b))
@@ -189,12 +188,12 @@ def _merge_arrays(weight: Any, lora_a: Any, lora_b: Any, scaling: float, num_sta
 # In files, a module ``m`` has the tensors ``base_model.model.m.lora_A.weight`` and ``….lora_B.weight``. For a kernel in
 # PyTorch's order, [out, in, *window], they are those of PEFT's convolutions, [r, in, *window] and [out, r, 1, ...]. For
 # all other kernels they are `LoRAKernel.lora_a` and `LoRAKernel.lora_b`, which no other library reads. The shape of a
-# kernel does not determine how many of its axes are rows and columns. The key `KERNELS` of the configuration records
-# it. A directory without that key was written by PEFT, and its kernels are convolutions.
+# kernel does not determine how many of its axes belong to m (row axes) and n (column axes). The key `KERNELS` of the
+# configuration records both numbers. Files without this key are from PEFT, and their kernels are convolutions.
 
 
 def kernel_name(model: Tree, site: Site) -> str:
-    """Return the name of a kernel: its path with dots. A model with `ExternalNames` raises `StructureError`."""
+    """Return the name of a kernel: its path with dots. Raise `StructureError` for a model with `ExternalNames`."""
     if isinstance(model, ExternalNames):
         hint = 'merge it with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do'
         raise StructureError(f"{site.path}: PEFT's format cannot store the adapter of this kernel", hint=hint)
@@ -210,7 +209,7 @@ def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
 
 
 def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
-    """Return the kernels that a directory adapts, by `Site.index`: name, number of row axes, number of column axes."""
+    """Return the kernels with an adapter in files, by `Site.index`: name, number of row axes, number of column axes."""
     axis_counts: Mapping[str, Any] = (config.file.lowtide_kernels or {}) if config.is_lora else {}
     kernels: dict[int, tuple[str, int, int]] = {}
     for site in () if isinstance(model, ExternalNames) or not config.is_lora else sites(model):
@@ -225,9 +224,10 @@ def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int
     if absent := sorted({*axis_counts} - {name for name, _, _ in kernels.values()}):
         message = f"{config.source}: {KERNELS} names a kernel that the model lacks, or that has fewer axes there"
         raise ModelFileError(message, got=f"{shown(absent[0])}: {axis_counts[absent[0]]}", hint=MODEL_HINT)
-    if kernels and (config.dora or config.file.init_lora_weights in WEIGHT_INITS):
+    if kernels and (config.variants.non_sums or config.file.init_lora_weights in WEIGHT_INITS):
         message = f"{config.source}: only plain LoRA is supported for a kernel"
-        options = f"use_dora={config.dora}, init_lora_weights={config.file.init_lora_weights!r}"
+        options = [f"{v.option}={v in config.variants}" for v in config.kind.variants if not v.is_sum]
+        options = ", ".join([*options, f"init_lora_weights={config.file.init_lora_weights!r}"])
         raise ModelFileError(message, got=options, hint=f"{MERGE_HINT}, or convert it to plain LoRA there")
     return kernels
 
@@ -240,12 +240,12 @@ def read_kernel(file: TensorFile, site: Site, kernel: tuple[str, int, int], conf
     tensors = {leaf: file.read(key, shapes[leaf]) for leaf, key in tensor_keys(name, LORA_TENSORS).items()}
     _, shape_b = _factor_shapes(shape, rank, num_rows, num_columns)
     lora_a, lora_b = jnp.asarray(tensors["lora_a"]), jnp.asarray(tensors["lora_b"].reshape(shape_b))
-    alpha = config.alpha_of(name) * (rank**0.5 if config.file.use_rslora else 1)
+    alpha = config.alpha_of(name) * rank ** (1 - config.variants.power)
     return _make_kernel(site.weight, lora_a, lora_b, alpha, num_rows, num_columns)
 
 
 def _tensor_shapes(shape: tuple[int, ...], rank: int, num_rows: int, num_columns: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors; in PEFT's form of a convolution, B ends with axes of length 1."""
+    """Return the shapes of A and B in files; for a convolution in PEFT's format, B ends with axes of length 1."""
     shape_a, shape_b = _factor_shapes(shape, rank, num_rows, num_columns)
     ones = (1,) * (num_columns - 1) if num_rows == 1 and len(shape) == 1 + num_columns else ()
     return {"lora_a": shape_a, "lora_b": (*shape_b, *ones)}

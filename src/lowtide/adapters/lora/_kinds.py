@@ -1,4 +1,4 @@
-"""The kinds of adapters, and the choice of a kind by a configuration, by nodes, and by a file of PEFT."""
+"""The kinds of adapters, and the lookup of a kind by configuration, nodes (`_node.py`) or `adapter_config.json`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...core import (
     validate,
 )
 from ._ia3 import IA3_KIND, IA3Config
-from ._lora import LORA_KIND, Config
+from ._lora import LORA_KIND, VARIANTS, Config
 from ._peft import CONFIG_FILE, LORA, MERGE_HINT, WEIGHT_INITS, WEIGHTS_FILE, AdapterKind, Matcher, PeftConfig
 from ._sites import Site
 from ._vera import VERA_KIND, VeRAConfig
@@ -29,15 +29,15 @@ KINDS: tuple[AdapterKind, ...] = (LORA_KIND, IA3_KIND, VERA_KIND)
 _KINDS_BY_PEFT_TYPE = {kind.peft_type: kind for kind in KINDS}
 
 _MAX_CONFIG_BYTES = 16 * 1024**2
-# Options that have no effect on the values a loaded adapter computes.
+# Options that do not affect the outputs of a loaded adapter.
 _IGNORED_OPTIONS = frozenset(
     "auto_mapping base_model_name_or_path corda_config d_initial eva_config inference_mode init_ia3_weights "
     "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
     "revision runtime_config task_type".split()
 )
-# Initialisations that leave the base weights unchanged, and those whose subtracted part can be computed from the base
-# weights. The others (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file
-# records.
+# Initialisations that leave the base weights unchanged, and PiSSA and OLoRA: the part that they subtract from the base
+# weights can be computed again. Others (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base weights
+# in ways that no file records.
 _SUPPORTED_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *WEIGHT_INITS)
 
 
@@ -48,7 +48,7 @@ def kind_of_config(config: AnyConfig) -> AdapterKind:
 
 
 def common_kind(adapted: Sequence[Site]) -> AdapterKind:
-    kinds = {(site.node.PEFT_TYPE, getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
+    kinds = {(site.node.PEFT_TYPE, site.node.variants.non_sums) for site in adapted}
     if len(kinds) > 1:
         message = "the model has adapters of several kinds, but a PEFT directory stores one kind"
         names = " and ".join(sorted({site.node.kind for site in adapted}))
@@ -57,7 +57,7 @@ def common_kind(adapted: Sequence[Site]) -> AdapterKind:
 
 
 def read_config(directory: Path) -> PeftConfig:
-    """Read and check `adapter_config.json`; an unsupported option that would change the result is an error."""
+    """Read and check `adapter_config.json`; raise for an unsupported option that would change the outputs."""
     expected = f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}"
     hint = "give the directory that PEFT's save_pretrained or lt.lora.save wrote"
     path = input_file(directory, CONFIG_FILE, expected=expected, hint=hint)
@@ -66,7 +66,7 @@ def read_config(directory: Path) -> PeftConfig:
     hint = "write it again with PEFT or with lt.lora.save"
     file: Any = validate(schema, raw, f"{path}: not a {kind.name} configuration", hint=hint)
     config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), source=str(path))
-    # An invalid regular expression is an error, whether or not a module is matched against it.
+    # Match each regular expression once, so that an invalid one raises even if no module is matched against it.
     texts = [text for text in (file.target_modules, file.exclude_modules) if isinstance(text, str)]
     for pattern in (*texts, *kind.patterns(file)):
         config.matcher.matches(pattern, "")
@@ -79,7 +79,7 @@ def read_config(directory: Path) -> PeftConfig:
 
 
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> tuple[AdapterKind, Any]:
-    """Return the kind and its schema; refuse every option, known or not, that is on and would change the result."""
+    """Return the kind and its schema; raise for unsupported options that would change the adapter's outputs."""
     from . import _schema  # it imports pydantic
 
     peft_type: Any = raw.get("peft_type", LORA)
@@ -91,7 +91,8 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> tuple[AdapterKind
     if raw.get("bias", "none") not in kind.biases:
         unsupported["bias"] = raw["bias"]
     is_weight_init = raw.get("init_lora_weights") in WEIGHT_INITS
-    if raw.get("init_lora_weights") not in _SUPPORTED_INITS or (is_weight_init and raw.get("use_dora")):
+    is_sum = all(variant.is_sum for variant in VARIANTS if raw.get(variant.option))
+    if raw.get("init_lora_weights") not in _SUPPORTED_INITS or (is_weight_init and not is_sum):
         unsupported["init_lora_weights"] = raw["init_lora_weights"]
     known_options = {*_IGNORED_OPTIONS, *schema.model_fields}
     unsupported |= {name: value for name, value in raw.items() if value and name not in known_options}

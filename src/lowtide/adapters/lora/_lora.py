@@ -1,8 +1,9 @@
 """LoRA, with its variants rsLoRA and DoRA: configuration, node, learning rates, initial values, and PEFT's files.
 
-Shapes: L layers, E experts, r rank; ``out`` and ``in`` are the weight's. Every leaf has the same leading axes as the
-weight, so `jax.lax.scan` slices a stacked node like the array it replaced. The product is computed as
-x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ. W + BA is never materialised, neither in the forward pass nor in the backward pass.
+A node is the pytree in place of a weight W. It computes x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ with the factors A and B of its
+correction B A. Neither the forward pass nor the backward pass materialises W + B A. Shapes: L layers, E experts, rank
+r, and the sizes ``out`` and ``in`` of the weight's outputs and inputs. Every leaf has the leading axes of the weight,
+so `jax.lax.scan` slices a stacked node like the array that it replaced.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from ...core import (
 from ...core import memory_space as space_of
 from .._adapted import Use
 from ._kernel import init_kernel
-from ._node import AdapterWeight, Transposed, apply_dropout, expand_like, matmul, squared_row_norms
+from ._node import AdapterWeight, Transposed, Variant, Variants, apply_dropout, expand_like, matmul, squared_row_norms
 from ._peft import (
     BIASES,
     CONFIG_FILE,
@@ -71,6 +72,12 @@ from ._sites import Site, check_rank, is_table, layer_scale, make_leaf, normaliz
 if TYPE_CHECKING:
     import optax
 
+VARIANTS = (
+    Variant(field="rslora", option="use_rslora", name="rsLoRA", power=0.5, is_sum=True),
+    Variant(field="dora", option="use_dora", name="DoRA", leaf="lora_magnitude", suffix="lora_magnitude_vector"),
+)
+"""The variants of LoRA. The other modules of this package read this table. `Variant.is_sum` lists what refuses them."""
+SUM_NAMES = " and ".join(["LoRA", *(variant.name for variant in VARIANTS if variant.is_sum)])  # for messages
 _INITS = ("peft", "gaussian", "orthogonal", *WEIGHT_INITS)
 _DIGITS = 7
 """Significant digits of an alpha that is computed from a float32 scale."""
@@ -82,8 +89,8 @@ class Config:
 
     Raises:
         ConfigError: for a rank below 1, an alpha that is not positive and finite, an unknown `init` or `bias`, or
-            invalid patterns or layers. Also for an odd rank with "orthogonal", `dora` with "pissa" or "olora", and
-            `layers` with "lora_only".
+            invalid patterns or layers. Also for an odd rank with the `init` "orthogonal", for `dora` with "pissa" or
+            "olora", and for `layers` with the `bias` "lora_only".
 
     Examples:
         >>> Config(rank=8, targets="**/{q,k,v,o}_proj").scaling
@@ -91,37 +98,36 @@ class Config:
     """
 
     rank: int = 16
-    """Inner dimension of the correction B A; its parameters are ``rank * (out + in)`` for each matrix."""
+    """Rank r of the correction B A. Each matrix [out, in] gets ``rank * (out + in)`` trainable parameters."""
     alpha: float = 32.0
-    """The correction is scaled by ``alpha / rank``, so that a change of rank needs no new learning rate."""
+    """The correction B A is scaled by ``alpha / rank``, so that a change of rank needs no new learning rate."""
     targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
-    """Globs, or compiled regular expressions, on the paths of modules (any node with a leaf named ``weight``) or on the
-    paths of the weights themselves; globs that start with ``!`` exclude. `add` says how a model may use these weights.
+    """Globs, or compiled regular expressions, for the paths of modules (any node with a leaf named ``weight``) or of
+    the weights themselves. A glob that begins with ``!`` excludes. `add` says how a model may use these weights.
     ``"all-linear"`` stands for every matrix of a decoder's layers, without embeddings, head, routers and experts."""
     exclude: Pattern | Sequence[Pattern] = ()
-    """Patterns of targets that get no adapter, like globs of `targets` with ``!``."""
+    """Patterns of targets that get no adapter; they have the effect of globs with ``!`` in `targets`."""
     rank_pattern: Mapping[str, int] | Sequence[tuple[str, int]] = ()
-    """Other ranks, by glob on the path of the module or the weight; the first match decides."""
+    """Ranks other than `rank`, by glob for the path of a module or a weight; the first glob that matches decides."""
     alpha_pattern: Mapping[str, float] | Sequence[tuple[str, float]] = ()
-    """Other alphas, likewise."""
+    """Alphas other than `alpha`, in the form of `rank_pattern`."""
     layers: Sequence[int] | None = None
-    """Indices of the layers that have an adapter, counted from 0; None for all. A stack stays one stack: its other
-    layers have factors of zeros, which do not train and are not saved. They cost as many bytes of gradients and
-    optimizer state as any other layer."""
+    """Indices, from 0, of the layers that get an adapter; None for all. In a stack, the factors of other layers are
+    zeros, which do not train and are not saved, but have gradients and optimizer state of the usual size."""
     rslora: bool = False
     """Whether the scale is ``alpha / sqrt(rank)``, which keeps the size of updates as the rank grows."""
     dora: bool = False
-    """Whether the norm of each output's weights trains separately from their direction."""
+    """Whether the norm of each row of the weight trains separately from its direction."""
     modules_to_save: Pattern | Sequence[Pattern] = ()
-    """Patterns on the paths of modules (any node that holds a leaf) that train as a whole in addition to the adapters,
-    such as ``"outer/lm_head"``. As in PEFT, targets among them get no adapter."""
+    """Patterns for the paths of modules (any node that holds a leaf) or arrays, such as ``"outer/lm_head"``. All their
+    parameters train, in addition to the adapters. As in PEFT, a target that these patterns match gets no adapter."""
     bias: str = "none"
-    """Which biases train as a whole: "none", "lora_only" (those of modules with a target) or "all"."""
+    """Which biases train: "none", "lora_only" (those of modules with a target) or "all"."""
     init: str = "peft"
-    """First values. "peft" draws A uniformly in ±1/sqrt(in), "gaussian" with standard deviation 1/rank; B is zero in
-    both. "orthogonal" (even ranks only) draws A and B whose product is zero. "pissa" takes the largest singular values
-    of the weight and their vectors, "olora" the first columns of its QR decomposition. These two subtract their first
-    product from the correction: nothing changes at first, the weight itself stays, and files have twice the rank."""
+    """Initial values of A and B. "peft" draws A uniformly in ±1/sqrt(in), "gaussian" with standard deviation 1/rank; B
+    is zero in both. "orthogonal" (even ranks only) draws A and B whose product is zero. "pissa" uses the largest
+    singular values of the weight and their vectors, "olora" its QR decomposition. With these two, the correction is B A
+    minus its initial value: outputs and base weight stay the same at first, and saved files have twice the rank."""
 
     def __post_init__(self) -> None:
         check_rank(self.rank, "rank")
@@ -141,21 +147,31 @@ class Config:
                     raise ConfigError(message)
                 check(pair[1], f"{field}[{pair[0]!r}]")
             object.__setattr__(self, field, pairs)
-        if self.dora and self.init in WEIGHT_INITS:
-            raise ConfigError(f"init: {self.init!r} contradicts dora, which needs the norms of the weight plus B A")
+        if self.init in WEIGHT_INITS and (fields := [v.field for v in variants_of(self) if not v.is_sum]):
+            reason = ", which needs the norms of the weight plus B A" if self.dora else ""
+            raise ConfigError(f"init: {self.init!r} contradicts {fields[0]}{reason}")
         ranks = (self.rank, *dict(self.rank_pattern).values())
         if self.init == "orthogonal" and (odd := [rank for rank in ranks if rank % 2]):
             raise ConfigError(f'init = "orthogonal" uses half of the rank for A, so ranks must be even, not {odd[0]}')
         check_choice("init", self.init, _INITS)
-        for field in ("rslora", "dora"):
-            check_type(field, getattr(self, field), bool, "True or False")
+        for variant in VARIANTS:
+            check_type(variant.field, getattr(self, variant.field), bool, "True or False")
         object.__setattr__(self, "rank", int(self.rank))
         object.__setattr__(self, "alpha", float(self.alpha))
 
     @property
     def scaling(self) -> float:
-        """The factor of B A: ``alpha / rank``, or with `rslora` ``alpha / sqrt(rank)``."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        """Scale of the correction B A: ``alpha / rank``, or with `rslora` ``alpha / sqrt(rank)``."""
+        return self.alpha / self.rank ** variants_of(self).power
+
+
+def variants_of(config: Config) -> Variants:
+    return Variants(variant for variant in VARIANTS if getattr(config, variant.field))
+
+
+def non_sum_kind(config: Any) -> str:
+    """Return the variants or the type of a configuration whose adapted weight is not W + s B A; empty for others."""
+    return variants_of(config).non_sums if isinstance(config, Config) else type(config).__name__
 
 
 def _check_alpha(alpha: Any, name: str) -> None:
@@ -165,10 +181,10 @@ def _check_alpha(alpha: Any, name: str) -> None:
 
 # Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685); Kalajdzievski, "A Rank
 # Stabilization Scaling Factor for Fine-Tuning with LoRA" (arXiv:2312.03732); Liu et al., "DoRA: Weight-Decomposed
-# Low-Rank Adaptation" (arXiv:2402.09353). Deviations from PEFT: it multiplies in the adapter's dtype (float32) and
-# rounds the sum; here the factors are cast to the dtype of `x`, so a bfloat16 model multiplies in bfloat16 throughout.
-# For DoRA, PEFT materialises W + BA to compute the norms of its rows. Here their squares are
-# ‖W‖² + 2 s (W Aᵀ) · B + s² B A Aᵀ Bᵀ, in float32. Known inefficiency: the norms of W are constant, but every use
+# Low-Rank Adaptation" (arXiv:2402.09353). Deviations from PEFT: PEFT multiplies in the adapter's dtype (float32) and
+# rounds the sum. Here the factors are cast to the dtype of `x`, so a bfloat16 model multiplies in bfloat16 throughout.
+# For DoRA, PEFT materialises W + B A to compute the norms of its rows. Here the squared norms are
+# ‖W‖² + 2 s (W Aᵀ) · B + s² B A Aᵀ Bᵀ, in float32. Known inefficiency: the norms of W are constant, but every product
 # computes them again, which reads W a second time.
 
 
@@ -181,7 +197,6 @@ class LoRAWeight(AdapterWeight):
     `lowtide.partition` sets some of them to None, and JAX transformations replace leaves by other objects.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> node = LoRAWeight(jnp.ones((4, 3)), jnp.ones((1, 3)), jnp.zeros((4, 1)), alpha=1.0)
         >>> node.linear(jnp.ones((2, 3))).shape
         (2, 4)
@@ -198,28 +213,28 @@ class LoRAWeight(AdapterWeight):
         "start_a": ("rank", "in"),
         "start_b": ("out", "rank"),
     }
-    """The axes of each leaf that follow the layer axes."""
+    """The axes of each leaf after the stack axes."""
 
     weight: Any
     """The base weight: [out, in], stacked [L, out, in], or for experts [L, E, out, in]. It is an array, or another
-    `lowtide.core.LinearWeight`."""
+    `lowtide.core.LinearWeight`, such as a quantised weight."""
     lora_a: Any
-    """The factor A that reads the input, [r, in] after the stack axes of the weight, float32."""
+    """The factor A, which multiplies the inputs: float32, [r, in] after the stack axes of the weight."""
     lora_b: Any
-    """The factor B that writes the output, [out, r] after the stack axes of the weight, float32."""
+    """The factor B, which gives the outputs: float32, [out, r] after the stack axes of the weight."""
     alpha: float = dataclasses.field(metadata={"static": True})
     """Numerator of the scale of the correction (static)."""
     lora_magnitude: Any = None
-    """DoRA's norm of each row of W + BA, [out] or [L, out], float32; None for plain LoRA."""
+    """DoRA's trainable norms of the rows of the adapted weight, [out] or [L, out], float32; None without DoRA."""
     layer_scale: Any = None
-    """In a stack, an additional factor of each layer's correction, [L], float32, which does not train: 0 for layers
-    without an adapter. None: 1 for all."""
+    """Frozen additional scale of each layer's correction in a stack, [L], float32; 0 for layers without an adapter.
+    None: 1 for all layers."""
     dropout_key: Any = None
     """With dropout, a random key from `lowtide.lora.dropout` (in a stack, one per layer); otherwise None."""
     start_a: Any = None
-    """The first A of an adapter that began as a part of the weight, which does not train; None for others."""
+    """Frozen initial A of an adapter that began as a part of the weight ("pissa" or "olora"); None for others."""
     start_b: Any = None
-    """The first B of such an adapter. The correction is then B A minus the product of the two first factors."""
+    """Frozen initial B of such an adapter. Its correction is B A minus the product `start_b` `start_a`."""
     rslora: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether the scale is ``alpha / sqrt(rank)`` (static)."""
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
@@ -228,26 +243,25 @@ class LoRAWeight(AdapterWeight):
     __array_ufunc__ = None  # so that a NumPy array leaves a product to this class
 
     @property
-    def kind(self) -> str:
-        """Name of the variant: LoRA, rsLoRA or DoRA."""
-        stabilised = "rsLoRA" if self.rslora else "LoRA"
-        return stabilised if self.lora_magnitude is None else f"{stabilised} with DoRA" if self.rslora else "DoRA"
+    def variants(self) -> Variants:
+        is_selected = [getattr(self, v.leaf) is not None if v.leaf else getattr(self, v.field) for v in VARIANTS]
+        return Variants(itertools.compress(VARIANTS, is_selected))
 
     @property
     def rank(self) -> int:
-        """The inner dimension r of B A."""
+        """The rank r of B A."""
         return int(self.lora_a.shape[-2])
 
     @property
     def scaling(self) -> float:
-        """The factor of B A: ``alpha / rank``, or with `rslora` ``alpha / sqrt(rank)``."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        """Scale of the correction B A: ``alpha / rank``, or with `rslora` ``alpha / sqrt(rank)``."""
+        return self.alpha / self.rank**self.variants.power
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Compute x (W + scaling B A)ᵀ, in the dtype of `x`, without forming W + scaling B A.
 
-        With a magnitude m, each output is multiplied by m / ‖row of W + scaling B A‖. The norm is a constant to
-        gradients, as DoRA's authors advise.
+        With magnitudes m (`lora_magnitude`), each output is multiplied by m / ‖row of W + scaling B A‖. Gradients treat
+        this norm as a constant, as DoRA's authors advise.
 
         Args:
             x: activations, shape [..., in]; their dtype is the compute dtype, to which the adapter is cast.
@@ -256,16 +270,16 @@ class LoRAWeight(AdapterWeight):
             Shape [..., out].
 
         Memory:
-            In addition to the result, activations of width r. The backward pass keeps `x` and those. It keeps nothing
-            of shape [out, in], unless W itself trains or has to be cast to the dtype of `x`. With a magnitude it also
-            keeps the result before the scaling. With dropout it keeps `x` a second time.
+            Activations of width r in addition to the result. The backward pass keeps these activations and `x`. It
+            keeps nothing of shape [out, in], unless W trains or has to be cast to the dtype of `x`. With magnitudes it
+            also keeps the result before the multiplication by m. With dropout it keeps `x` a second time.
         """
         dropped_x = x if self.dropout_key is None else apply_dropout(x, self.dropout_key, self.dropout)
         if self.dropout_key is None:
             correction = self._compute_correction(x, *self.factors())
         else:
             correction = self._compute_correction(dropped_x, self.lora_a, self.lora_b)
-            if self.start_a is not None:  # PEFT subtracts this from W: without dropout
+            if self.start_a is not None:  # PEFT subtracts it from W, where dropout has no effect
                 correction = correction - self._compute_correction(x, self.start_a, self.start_b)
         base = linear(x, self.weight)
         if self.lora_magnitude is None:
@@ -273,27 +287,27 @@ class LoRAWeight(AdapterWeight):
         scale = expand_like(self._magnitude_scale(x.dtype), base)
         if self.dropout_key is None:
             return scale * checkpoint_name(base + correction, f"{INTERNAL_PREFIX}lora_scaled")
-        # As in PEFT, dropout also applies to the product with W that the magnitude scales.
+        # As in PEFT, dropout also applies to the product with W that the magnitudes rescale.
         return base + (scale - 1) * linear(dropped_x, self.weight) + scale * correction
 
     def factors(self) -> tuple[Any, Any]:
-        """Return A and B of all that is added to W; with `start_a` and `start_b` they have twice the rank."""
+        """Return A and B of the whole correction, without its scale; they have twice the rank with `start_a`."""
         if self.start_a is None:
             return self.lora_a, self.lora_b
         lora_a = jnp.concatenate([self.lora_a, self.start_a], axis=-2)
         return lora_a, jnp.concatenate([self.lora_b, -self.start_b], axis=-1)
 
     def scaled_factors(self) -> tuple[Any, Any] | None:
-        """Return A and B, with all scales of their product included; None with a magnitude."""
-        if self.lora_magnitude is not None:
+        """Return A and B of the adapted weight W + B A, with all scales included; None with a variant such as DoRA."""
+        if self.variants.non_sums:
             return None
         scale = self.scaling if self.layer_scale is None else self.scaling * self.layer_scale[:, None, None]
         lora_a, lora_b = self.factors()
         return jnp.asarray(lora_a), scale * jnp.asarray(lora_b)
 
     def inverted(self) -> LoRAWeight:
-        """Return the adapter whose merge undoes that of this one, without a magnitude."""
-        # The correction is linear in B, and with first factors it is B A minus their product, so both B are negated.
+        """Return the inverse adapter: merging it undoes the merge of this adapter, which has no magnitudes."""
+        # The correction is B A - start_b start_a, so negating both B negates it.
         return dataclasses.replace(self, lora_b=-self.lora_b, start_b=None if self.start_b is None else -self.start_b)
 
     def _compute_correction(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
@@ -306,22 +320,22 @@ class LoRAWeight(AdapterWeight):
         return linear(low_rank, lora_b)
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
-        """Look up rows of W + scaling B A, for an embedding, without forming it; in the dtype of W, without dropout.
+        """Look up rows of an embedding W + scaling B A, without forming it; in the dtype of W, without dropout.
 
         Args:
-            ids: indices of the rows; an index out of range gives NaN.
+            ids: indices of the rows; negative ones count from the end. An index out of range gives NaN.
 
         Returns:
             Shape [..., in].
 
         Raises:
-            StructureError: with a magnitude.
+            StructureError: for a variant that is not a sum, such as DoRA.
 
         Memory:
-            The rows of W, and the same rows of B, which the backward pass keeps.
+            The same rows of W and of B. The backward pass keeps those of B.
         """
-        if self.lora_magnitude is not None:
-            message = f"the lookup of an embedding {list(self.shape)} does not support DoRA"
+        if name := self.variants.non_sums:
+            message = f"the lookup of an embedding {list(self.shape)} does not support {name}"
             raise StructureError(message, hint="leave the embedding out of the targets")
         base_rows = rows(self.weight, ids)
         lora_a, lora_b = self.factors()
@@ -332,10 +346,10 @@ class LoRAWeight(AdapterWeight):
     def grouped(
         self, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
     ) -> Float[Array, "M O"]:
-        """Multiply rows, sorted by expert, by their expert's W + scaling B A, without forming it for any expert.
+        """Multiply rows of activations by W + scaling B A of their expert, without forming it for any expert.
 
         Args:
-            x_MI: rows of activations.
+            x_MI: rows of activations, sorted by expert.
             product: ``product(rows, weights, transposed=)`` multiplies each row by its expert's weights.
             transposed: whether experts are stored as [in, out].
 
@@ -343,7 +357,7 @@ class LoRAWeight(AdapterWeight):
             [M, O], in the dtype of the rows.
 
         Memory:
-            In addition to the result, rows of width r, which the backward pass keeps with `x_MI`.
+            Rows of width r in addition to the result. The backward pass keeps them and `x_MI`.
         """
         # For experts that are stored as [in, out], B multiplies the inputs and A gives the outputs.
         lora_a, lora_b = self.factors()
@@ -352,14 +366,14 @@ class LoRAWeight(AdapterWeight):
         return product(x_MI, self.weight, transposed=transposed) + product(low_rank, second, transposed=transposed)
 
     def _layer_scaling(self, like: Array) -> Any:
-        """Return the scale of the correction, shaped for an array whose axes begin with those of `layer_scale`."""
+        """Return the scale of the correction; with `layer_scale`, an array that broadcasts against `like`, [L, ...]."""
         if self.layer_scale is None:
             return self.scaling
         scale = (self.scaling * self.layer_scale).astype(like.dtype)
         return jnp.expand_dims(scale, tuple(range(scale.ndim, like.ndim)))
 
     def _magnitude_scale(self, dtype: Any) -> Float[Array, " out"]:
-        """Return m / ‖W + scaling B A‖ for each row, from the norms of W, W Aᵀ and A Aᵀ, which are all thin."""
+        """Return m / ‖row of W + scaling B A‖ for each row, without forming W + scaling B A."""
         if len(self.lora_a.shape) != 2:
             message = f"a stack with DoRA cannot be multiplied at once: A has shape {list(self.lora_a.shape)}"
             raise StructureError(message, hint="multiply inside of jax.lax.scan or jax.vmap over the layers")
@@ -378,7 +392,7 @@ class LoRAWeight(AdapterWeight):
         return scale if self.layer_scale is None else jnp.where(self.layer_scale != 0, scale, 1.0)
 
     def folded(self) -> Float[Array, "out in"]:
-        """Return the matrix that `linear` multiplies by, computed in float32; only for merging, on one matrix."""
+        """Return the matrix by which `linear` multiplies, in float32, for merging; the node must not be a stack."""
         # Without `precision`, a GPU or TPU multiplies float32 in a shorter format.
         a, b = (factor.astype(jnp.float32) for factor in self.factors())
         delta = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
@@ -422,11 +436,7 @@ class LoRAWeight(AdapterWeight):
 
     @property
     def T(self) -> Any:  # noqa: N802 - NumPy's name
-        """The transposed weight, [in, out], if it is not stacked.
-
-        Raises:
-            StructureError: for a stacked weight, whose layer axis would be transposed, too.
-        """
+        """The transposed weight, [in, out]; `StructureError` for a stack, whose layer axis ``T`` would move, too."""
         if self.ndim > 2:
             message = f"weight.T of a stacked weight {list(self.shape)} with an adapter also transposes its layer axis"
             raise StructureError(message, hint="use weight.mT, which transposes each layer, or narrow the targets")
@@ -434,20 +444,18 @@ class LoRAWeight(AdapterWeight):
 
     @property
     def is_plain(self) -> bool:
-        """Whether W, A and B may be multiplied from either side."""
-        return self.lora_magnitude is None and self.dropout_key is None
+        """Whether ``x @ weight`` is x W + s x B A: there is no dropout, and no variant such as DoRA."""
+        return not self.variants.non_sums and self.dropout_key is None
 
 
 # LoRA+: another learning rate for B. Source: Hayou et al., "LoRA+: Efficient Low Rank Adaptation of Large Models"
-# (arXiv:2402.12354). Deviation from PEFT's `create_loraplus_optimizer`: there vectors also have B's rate; here only B
-# has it.
+# (arXiv:2402.12354). Deviation from PEFT's `create_loraplus_optimizer`, which also applies the rate of B to vectors.
 
 
 def plus(ratio: float) -> optax.GradientTransformation:
-    """Multiply the learning rate of the factors B of adapters; chain it after an optimizer.
+    """Return a transformation that multiplies the learning rate of the factors B; chain it after an optimizer.
 
-    It multiplies the updates of B. The result is the update at that multiple of the rate, including decoupled weight
-    decay.
+    It multiplies the updates of B by `ratio`. That equals a higher learning rate, also for decoupled weight decay.
 
     Args:
         ratio: B's learning rate divided by that of all other leaves; the authors of LoRA+ advise about 16.
@@ -459,12 +467,7 @@ def plus(ratio: float) -> optax.GradientTransformation:
         ConfigError: for a ratio that is not positive and finite.
         SelectionError: from ``init``, when no trainable leaf is a factor B.
 
-    Memory:
-        None.
-
     Examples:
-        >>> import jax
-        >>> import jax.numpy as jnp
         >>> import optax
         >>> from lowtide import lora
         >>> tx = optax.chain(optax.sgd(1.0), lora.plus(16))
@@ -495,7 +498,7 @@ _squared_row_norms = jax.jit(squared_row_norms)
 
 
 def _values_by_site(chosen: Sequence[Site], pairs: Any, default: Any) -> dict[int, Any]:
-    """Return the value of the first glob that matches each site, and raise for a glob that matches none."""
+    """Return each site's value, from the first glob that matches it; raise for a glob that matches no site."""
     names = [name for site in chosen for name in site.names]
     matches = [({*match_names(names, pattern)}, value) for pattern, value in pairs]
     return {site.index: next((value for hits, value in matches if hits & {*site.names}), default) for site in chosen}
@@ -505,19 +508,19 @@ def _init_matrix(
     site: Site, config: Config, rank: int, alpha: float, key: Any, draw_a: Callable[..., Array]
 ) -> LoRAWeight:
     out, inner = site.weight.shape[-2:]
-    scale, fields = layer_scale(site, config.layers), dict[str, Any]()
+    scale, fields = layer_scale(site, config.layers), variants_of(config).static_fields
     if config.init in (*WEIGHT_INITS, "orthogonal"):
         lora_a, lora_b = _init_factors(site, config, rank, alpha, key, scale)
     else:
         lora_a = make_leaf(site, (rank, inner), draw_a)
         lora_b = make_leaf(site, (out, rank), lambda shape: jnp.zeros(shape, jnp.float32))
     if config.init in WEIGHT_INITS:
-        fields = {"start_a": lora_a, "start_b": lora_b}
+        fields |= {"start_a": lora_a, "start_b": lora_b}
         if not isinstance(lora_a, jax.ShapeDtypeStruct):  # one array at two paths cannot train at only one of them
             lora_a, lora_b = jnp.array(lora_a, copy=True), jnp.array(lora_b, copy=True)
     if config.dora:
         fields["lora_magnitude"] = make_leaf(site, (out,), lambda shape: jnp.sqrt(_squared_row_norms(site.weight)))
-    return LoRAWeight(site.weight, lora_a, lora_b, alpha, layer_scale=scale, rslora=config.rslora, **fields)
+    return LoRAWeight(site.weight, lora_a, lora_b, alpha, layer_scale=scale, **fields)
 
 
 def _init_factors(site: Site, config: Config, rank: int, alpha: float, key: Any, scale: Any) -> tuple[Any, Any]:
@@ -529,12 +532,12 @@ def _init_factors(site: Site, config: Config, rank: int, alpha: float, key: Any,
     if config.init == "orthogonal":
         factors = _orthogonal_factors(site.random_key(key), tuple(layers), out, inner, rank)
     else:
-        factors = _principal_factors(site.weight, rank, alpha / (rank**0.5 if config.rslora else rank), config.init)
+        factors = _principal_factors(site.weight, rank, alpha / rank ** variants_of(config).power, config.init)
     return factors if scale is None else (factors[0] * scale[:, None, None], factors[1] * scale[:, None, None])
 
 
 def _orthogonal_factors(key: Array, layers: tuple[int, ...], out: int, inner: int, rank: int) -> tuple[Array, Array]:
-    """Draw factors through two halves of an orthogonal matrix, so that B A is zero; the scales are PEFT's."""
+    """Draw A and B from two halves of an orthogonal matrix, so that B A is zero; their scales are those of PEFT."""
     keys = jax.random.split(key, 3)
     q, _ = jnp.linalg.qr(jax.random.normal(keys[0], (*layers, rank, rank), jnp.float32))
     half = rank // 2
@@ -544,17 +547,17 @@ def _orthogonal_factors(key: Array, layers: tuple[int, ...], out: int, inner: in
     return a.mT, b
 
 
-# First values from the weight itself: PiSSA and OLoRA. The adapter begins as a part of the weight, which has to be
-# subtracted from the weight for that. PEFT changes the base weight to do so. Here the base weight stays unchanged,
-# because other adapters and files use it. The node keeps the first factors, frozen, and subtracts their product from
-# its correction. A saved adapter is therefore B A - B0 A0: a plain one of twice the rank, for the original base.
+# Initial values from the weight itself: PiSSA and OLoRA. The adapter begins as a part of the weight, so this part has
+# to be subtracted once. PEFT subtracts it from the base weight. Here the base weight stays unchanged, because other
+# adapters and files use it. The node keeps the initial factors A0 and B0, frozen, and its correction is B A - B0 A0. It
+# is saved as a plain adapter of twice the rank, for the original base.
 #
 # Sources: Meng et al., "PiSSA" (arXiv:2404.02948); Büyükakyüz, "OLoRA" (arXiv:2406.01775). Known inefficiency: all
 # singular values are computed, and only a few are used.
 
 
 def _principal_factors(weight: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
-    """Return the factors A [*L, r, in] and B [*L, out, r] of the part ``scaling * B A`` of a weight [*L, out, in]."""
+    """Return A [*L, r, in] and B [*L, out, r], such that ``scaling * B A`` is the part of the weight for `init`."""
     if len(weight.shape) == 2:
         return (pissa if init == "pissa" else _olora)(dense_matrix(weight), rank, scaling)
     layers = (jax.tree.map(operator.itemgetter(index), weight) for index in range(weight.shape[0]))
@@ -563,7 +566,7 @@ def _principal_factors(weight: Any, rank: int, scaling: float, init: str) -> tup
 
 
 def dense_matrix(matrix: Any) -> Float[Array, "out in"]:
-    """Return a matrix in float32, on the device; a quantised one is dequantised."""
+    """Return a matrix in float32 on the device; a quantised matrix is dequantised."""
     array: Any = getattr(matrix, "dense")(jnp.float32) if isinstance(matrix, LinearWeight) else matrix  # noqa: B009
     is_concrete = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
     if is_concrete and space_of(array) == jax.memory.Space.Host:
@@ -573,9 +576,9 @@ def dense_matrix(matrix: Any) -> Float[Array, "out in"]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def pissa(matrix: Float[Array, "out in"], rank: int, scaling: float) -> tuple[Array, Array]:
-    """Return the factors of the best approximation of a given rank, divided by `scaling`."""
+    """Return A and B such that ``scaling * B A`` is the best approximation of the matrix with this rank."""
     u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)
-    # Half of the singular values goes into each factor, as their square root: B A = U (S / scaling) Vᵀ.
+    # Each factor gets the square roots of the singular values: B A = U (S / scaling) Vᵀ.
     root = jnp.sqrt(s[:rank] / scaling)
     return root[:, None] * vt[:rank], u[:, :rank] * root[None, :]
 
@@ -593,6 +596,7 @@ class _LoRA(AdapterKind):
     config_type = Config
     schema = "AdapterFile"
     biases = BIASES
+    variants = VARIANTS
     dropout_option = "lora_dropout"
 
     def init(
@@ -630,13 +634,13 @@ class _LoRA(AdapterKind):
             alpha = float(alphas[site.index])
             if use is None:
                 nodes[site.index] = _init_matrix(site, config, rank, alpha, key, draw_a)
-            else:
-                alpha *= rank**0.5 if config.rslora else 1
+            else:  # the scale of a kernel is always alpha / rank
+                alpha *= rank ** (1 - variants_of(config).power)
                 nodes[site.index] = init_kernel(site.weight, use, rank, alpha, draw_a)
         return nodes
 
     def check_file(self, path: Path, file: Any) -> None:
-        # Refuse, as `Config` does, an alpha of zero or less: the adapter would train nothing, or be subtracted.
+        # Refuse an alpha of zero, with which nothing would train, and a negative one, as `Config` does.
         alphas = {f"alpha_pattern[{shown(name)}]": alpha for name, alpha in (file.alpha_pattern or {}).items()}
         hint = "train it again with an alpha such as twice the rank; list modules without an adapter in exclude_modules"
         for name, alpha in {"lora_alpha": file.lora_alpha, **alphas}.items():
@@ -645,35 +649,29 @@ class _LoRA(AdapterKind):
     def patterns(self, file: Any) -> list[str]:
         return [suffix_pattern(end) for end in (*(file.rank_pattern or ()), *(file.alpha_pattern or ()))]
 
-    def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
-        ends = {"lora_a": "lora_embedding_B", "lora_b": "lora_embedding_A"} if table else {**LORA_TENSORS}
-        return {**ends, "lora_magnitude": "lora_magnitude_vector"} if dora else ends
+    def tensor_suffixes(self, variants: Sequence[Variant] = (), *, table: bool = False) -> dict[str, str]:
+        ends = {"lora_a": "lora_embedding_B", "lora_b": "lora_embedding_A"} if table else LORA_TENSORS
+        return {**ends, **{variant.leaf: variant.suffix for variant in variants if variant.leaf}}
 
-    def entry(self, node: Any, scale: float) -> dict[str, Any]:
-        dora, rank, alpha = node.lora_magnitude is not None, node.rank, node.alpha
-        if node.start_a is not None:  # twice the rank, at the same scale
-            rank, alpha = 2 * rank, alpha * (2**0.5 if node.rslora else 2)
-        return {"rank": rank, "alpha": alpha * scale, "rslora": node.rslora, "dora": dora}
+    def entry(self, node: Any, scale: float, rank: int | None = None) -> dict[str, Any]:
+        rank = rank or (node.rank if node.start_a is None else 2 * node.rank)
+        alpha = node.alpha * scale * (rank / node.rank) ** node.variants.power  # the same scale at another rank
+        alpha = float(f"{alpha:.{_DIGITS}g}") if rank < node.rank else alpha
+        return {"rank": rank, "alpha": alpha, "variants": node.variants}
 
     def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:
-        rslora = ({node["rslora"] for node in adapted.values()} - {None}) == {True}
-        # `use_rslora` holds for the whole file. Where nodes of both kinds occur, alphas are converted to give the same
-        # scale.
-        alphas = {name: _convert_alpha(node, rslora) for name, node in adapted.items()}
+        # An option such as `use_rslora` holds for the whole file. If nodes differ, alphas are converted to give the
+        # same scales. The entry of a kernel has None as its variants.
+        lists = [node["variants"] for node in adapted.values() if node["variants"] is not None]
+        common = Variants(v for v in VARIANTS if lists and all(v in variants for variants in lists))
+        alphas = {name: _convert_alpha(node, common.power) for name, node in adapted.items()}
         alphas = {name: int(alpha) if float(alpha).is_integer() else alpha for name, alpha in alphas.items()}
         rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
         alpha, alpha_pattern = _default_and_pattern(alphas)
-        return {
-            "alpha_pattern": alpha_pattern,
-            "init_lora_weights": True,
-            "lora_alpha": alpha,
-            "lora_dropout": 0.0,
-            "r": rank,
-            "rank_pattern": rank_pattern,
-            "target_parameters": None,
-            "use_dora": next(iter(adapted.values()))["dora"],
-            "use_rslora": rslora,
-        }
+        options: dict[str, Any] = {variant.option: variant in common for variant in VARIANTS}
+        options |= {"r": rank, "rank_pattern": rank_pattern, "lora_alpha": alpha, "alpha_pattern": alpha_pattern}
+        options |= {"init_lora_weights": True, "lora_dropout": 0.0, "target_parameters": None}
+        return dict(sorted(options.items()))
 
     def layer_ranks(self, site: Site, leaves: Mapping[str, np.ndarray]) -> list[int] | None:
         is_stack = len(site.weight.shape) == 3 and site.node.start_a is None
@@ -692,7 +690,7 @@ class _LoRA(AdapterKind):
             ranks, scale = dict.fromkeys(adapted_names, rank), mask_scale(mask)
 
         def shape_of(leaf: str, rank: int) -> tuple[int, ...]:
-            return {"lora_a": (rank, inner), "lora_b": (out, rank), "lora_magnitude": (out,)}[leaf]
+            return tuple({"rank": rank, "in": inner, "out": out}[axis] for axis in LoRAWeight.AXES[leaf])
 
         leaves: dict[str, Any] = {}
         for leaf in config.tensors(adapted_names[0]):
@@ -700,29 +698,28 @@ class _LoRA(AdapterKind):
             for name, own_rank in ranks.items():
                 key, shape = config.tensors(name)[leaf], shape_of(leaf, own_rank)
                 tensors[name] = file.read(key, shape[::-1]).T if is_embedding else file.read(key, shape)
-            # Padding starts after all tensors are read, so a rank that no tensor has is refused before it takes memory.
+            # Pad after all tensors are read, so that a wrong rank in the configuration raises before it takes memory.
             full_shape = shape_of(leaf, rank)
             for name, values in tensors.items():
                 padding = [(0, size - own_size) for size, own_size in zip(full_shape, values.shape, strict=True)]
                 tensors[name] = np.pad(values, padding) if values.shape != full_shape else values
             leaves[leaf] = stack_layers(site, names, tensors, full_shape)
-        node = LoRAWeight(site.weight, **leaves, alpha=alpha, layer_scale=scale, rslora=bool(config.file.use_rslora))
+        node = LoRAWeight(site.weight, **leaves, alpha=alpha, layer_scale=scale, **config.variants.static_fields)
         return _subtract_start(file.path, site, node, init) if init in WEIGHT_INITS else node
 
 
 LORA_KIND = _LoRA()
 
 
-def _convert_alpha(node: Mapping[str, Any], rslora: bool) -> float:
-    """Return the alpha that gives a node's scale in a file whose `use_rslora` is `rslora`."""
-    root = math.sqrt(node["rank"])
-    if rslora and not node["rslora"]:
-        return round(node["alpha"] / root, 12)
-    return node["alpha"] * (root if node["rslora"] and not rslora else 1)
+def _convert_alpha(node: Mapping[str, Any], power: float) -> float:
+    """Return the alpha that keeps the scale of an entry in a file whose scales are alpha / rank**power."""
+    excess = (node["variants"] or Variants()).power - power
+    alpha, rank = node["alpha"], node["rank"]
+    return round(alpha / rank**excess, 12) if excess > 0 else alpha * rank**-excess
 
 
 def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the most common value, and a pattern for the modules that differ, longest names first."""
+    """Return the most common value, and the other values by name of the module, longest names first."""
     default = Counter(values.values()).most_common(1)[0][0]
     pattern: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):
@@ -737,7 +734,7 @@ def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
 
 
 def _subtract_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
-    """Subtract the part that PEFT subtracted from the weight, computed again from the weight."""
+    """Return the node with `start_a` and `start_b`, computed again: the part that PEFT subtracted from the weight."""
     if isinstance(site.weight, LinearWeight):
         message = f"{path}: the part that {init} subtracted from {site.path} is unknown for a quantised weight"
         hint = "convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -764,8 +761,8 @@ def _stack_scales(
 ) -> tuple[int, float, dict[str, int], Array | None]:
     """Return rank and alpha of a stack's node, the ranks of its layers by name, and the node's `layer_scale`."""
     ranks = {name: config.rank_of(name) for name in adapted_names}
-    power = 0.5 if config.file.use_rslora else 1.0
-    # The node has the largest scale of its layers, and each layer stores its share of it, 1 or less in size.
+    power = config.variants.power
+    # The node has the scale of the largest absolute value. `layer_scale` holds the scales of the layers divided by it.
     scales = {name: config.alpha_of(name) / rank**power for name, rank in ranks.items()}
     rank, largest = max(ranks.values()), max(scales.values(), key=abs)
     layer_scales = [scales.get(name, 0.0) / largest for name in names]
@@ -776,21 +773,11 @@ def _stack_scales(
 
 
 def _used_ranks(lora_a: np.ndarray, lora_b: np.ndarray) -> list[int]:
-    """Return how many components of each layer, A [L, r, in] and B [L, out, r], are more than padding.
+    """Return the rank of each layer of A [L, r, in] and B [L, out, r] without trailing components that are zero.
 
-    A layer of zeros has the full rank. If all layers have the same number, nothing counts as padding.
+    A layer of zeros has the full rank. If all layers have the same rank, nothing counts as padding.
     """
     rank = lora_a.shape[1]
     is_used = np.any(lora_a != 0, axis=2) | np.any(lora_b != 0, axis=1)
     ranks = [int(np.flatnonzero(layer)[-1]) + 1 if layer.any() else rank for layer in is_used]
     return ranks if len(set(ranks)) > 1 else [rank] * len(ranks)
-
-
-def layer_entry(entry: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the entries for a layer with fewer components than its node: its own rank, and the same scale."""
-    alpha = entry["alpha"] * (math.sqrt(rank / entry["rank"]) if entry["rslora"] else rank / entry["rank"])
-    return {**entry, "rank": rank, "alpha": float(f"{alpha:.{_DIGITS}g}")}
-
-
-def remove_padding(values: np.ndarray, leaf: str, rank: int) -> np.ndarray:
-    return values[:rank] if leaf == "lora_a" else values[:, :rank] if leaf == "lora_b" else values

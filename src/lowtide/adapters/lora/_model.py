@@ -32,7 +32,7 @@ from .._adapted import uses as uses_of_weights
 from ._experts import check_experts
 from ._kernel import LoRAKernel, merge_kernel
 from ._kinds import AnyConfig, kind_of_config
-from ._lora import Config, LoRAWeight
+from ._lora import SUM_NAMES, VARIANTS, LoRAWeight, non_sum_kind
 from ._node import TRAINABLE, is_adapter, named_sharding, shard_adapter
 from ._saved import SavedWeight, exclude_saved, make_saved, saved_sites
 from ._sites import (
@@ -92,7 +92,7 @@ def add(
             several or unsupported ways. Without `fn`, `lowtide.value_and_grad` and the trainer raise this last error.
         ConfigError: when the rank exceeds a target's smaller dimension, when `layers` names a layer that does not
             exist, or when `key` is missing. Also for configurations that kernels, experts and embeddings do not support
-            (DoRA, some layers, (IA)³, VeRA). Also when `model` is a Keras or NNX object: pass its arrays.
+            (such as DoRA, some layers, (IA)³, VeRA). Also when `model` is a Keras or NNX object: pass its arrays.
 
     Memory:
         LoRA: ``4 * rank * (out + in)`` bytes for each matrix, with DoRA ``4 * out`` more. (IA)³: ``4 * out`` or
@@ -131,8 +131,7 @@ def add(
     for site in targets:
         _check_target(model, site, uses.get(site.index), config)
     extra_sites = saved_sites(model, config, targets)
-    inits = ("peft", "gaussian")
-    is_plain = isinstance(config, Config) and not config.dora and config.layers is None and config.init in inits
+    is_plain = (non_sum_kind(config) or getattr(config, "init", None)) in ("peft", "gaussian") and config.layers is None
     for site in targets:
         if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
             message = f"{site.path}: this kernel supports only plain LoRA with random A on all layers, on an array"
@@ -231,7 +230,7 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
     ``jax.random.split(key, len(x))``, and a scan uses ``jax.random.fold_in(key, step)``.
 
     Args:
-        model: a model with LoRA, DoRA or VeRA adapters.
+        model: a model with adapters of LoRA or VeRA.
         rate: the fraction of each correction's inputs that is set to zero, at least 0 and less than 1.
         key: a JAX random key.
 
@@ -344,17 +343,16 @@ def report(model: Tree) -> Report:
         leaves = [(path, leaf) for path, leaf in leaves_with_paths(site.node) if path.split("/")[0] != "weight"]
         trainable = [leaf for path, leaf in leaves if match_path(path, TRAINABLE)]
         size = sum(leaf_bytes(leaf) for leaf in trainable)
-        rows.append(
-            MatchedWeight(
-                path=site.path,
-                kind=site.node.kind,
-                rank=site.node.rank,
-                shape=tuple(site.weight.shape),
-                num_parameters=sum(int(np.prod(leaf.shape)) for leaf in trainable),
-                trainable_bytes=size,
-                frozen_bytes=sum(leaf_bytes(leaf) for _, leaf in leaves) - size,
-            )
+        row = MatchedWeight(
+            path=site.path,
+            kind=site.node.kind,
+            rank=site.node.rank,
+            shape=tuple(site.weight.shape),
+            num_parameters=sum(int(np.prod(leaf.shape)) for leaf in trainable),
+            trainable_bytes=size,
+            frozen_bytes=sum(leaf_bytes(leaf) for _, leaf in leaves) - size,
         )
+        rows.append(row)
     return Report(matched=tuple(rows))
 
 
@@ -422,9 +420,9 @@ def _check_target(model: Tree, site: Site, use: Use | None, config: AnyConfig) -
     if is_named:
         layer_names(model, site)  # refuses a vector of stacked layers, which looks like a matrix [num_layers, dim]
     # Other adapters scale the inputs or outputs of x Wᵀ.
-    is_plain = isinstance(config, Config) and not config.dora
-    if use is not None and use.is_matrix and use.over_rows and not is_plain:
-        hint = "store it as [out, in], which DoRA, (IA)³ and VeRA need, or use plain LoRA"
+    if use is not None and use.is_matrix and use.over_rows and non_sum_kind(config):
+        others = ", ".join(variant.name for variant in VARIANTS if not variant.is_sum)
+        hint = f"store it as [out, in], which {others}, (IA)³ and VeRA need, or use plain LoRA"
         raise ConfigError(f"{site.path}: the function multiplies by this weight as [in, out]", hint=hint)
 
 
@@ -432,9 +430,9 @@ def _check_table(model: Tree, site: Site, config: AnyConfig) -> None:
     """Check that an embedding has its own array, and that its adapter is LoRA that begins at random."""
     if not is_table(model, site):
         return
-    if not (isinstance(config, Config) and not config.dora and config.init in ("peft", "gaussian")):
-        kind = type(config).__name__ if not isinstance(config, Config) else "DoRA" if config.dora else config.init
-        message = f'{site.path}: an embedding supports only LoRA and rsLoRA with init = "peft" or "gaussian"'
+    kind = non_sum_kind(config) or getattr(config, "init", None)
+    if kind not in ("peft", "gaussian"):
+        message = f'{site.path}: an embedding supports only {SUM_NAMES} with init = "peft" or "gaussian"'
         raise ConfigError(message, got=kind, hint=site.exclusion_hint)
     if external_name(model, site) in tied_names(model):
         raise StructureError(f"{site.path} {TIED_MESSAGE}", hint=TIED_HINT)

@@ -1,14 +1,15 @@
-"""Nodes of adapters: what every kind of node has, and what their products share.
+"""Base classes of adapter nodes, and helpers for their matrix products and shardings.
 
 A node is a frozen dataclass and a pytree that stands in place of a weight. Fields whose names begin with ``lora_``
-train. ``AXES`` of a node lists its leaves with the axes that follow the layer axes; a node without it places its leaves
-when it is made. Shapes: L layers; ``out`` and ``in`` are the weight's.
+train. ``AXES`` maps leaves of a node to their axes after the stack axes, and `shard_adapter` shards the leaves by it.
+If ``AXES`` is missing or empty, the code that makes the node also shards its leaves. Shapes: L layers, and the sizes
+``out`` and ``in`` of the weight's outputs and inputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.core
@@ -23,24 +24,61 @@ TRAINABLE = "**/lora_*"
 _PRODUCT_HINT = "multiply with lowtide.core.linear(x, weight), or under jax.vmap"
 
 
+class Variant(NamedTuple):
+    """A variant of LoRA. Two booleans select it: the field `field` of `Config`, and the option `option` of PEFT."""
+
+    field: str
+    option: str
+    name: str
+    power: float = 1.0
+    """Exponent p in the scale alpha / rank**p of the product B A. With several variants, the smallest counts."""
+    is_sum: bool = False
+    """Whether the adapted weight is W + s B A, with the leaves of plain LoRA and a scale s. Other variants are refused
+    for kernels, experts, embeddings, LoftQ, an `init` from the weight, `combine`, `unmerge`, and products x W."""
+    leaf: str = ""
+    """Leaf that only nodes of this variant have. If empty, nodes have a static field with the name `field` instead."""
+    suffix: str = ""
+    """End of the name of the leaf's tensor in PEFT's files."""
+
+
+class Variants(tuple[Variant, ...]):
+    """The variants that a configuration, a node or a file selects."""
+
+    @property
+    def power(self) -> float:
+        return min((variant.power for variant in self), default=1.0)
+
+    @property
+    def non_sums(self) -> str:
+        """Names of the variants that are not `is_sum`, joined by "with"; empty if all are."""
+        return " with ".join(variant.name for variant in self if not variant.is_sum)
+
+    @property
+    def static_fields(self) -> dict[str, Any]:
+        """Static fields for the constructor of a node; variants with a leaf have none."""
+        return {variant.field: True for variant in self if not variant.leaf}
+
+
 class AdapterWeight(WrappedWeight):
-    """A weight with an adapter: the base class of the nodes of all kinds."""
+    """A weight with an adapter. Each subclass is one kind of adapter, such as LoRA, VeRA or (IA)³."""
 
     NAME: ClassVar[str]
-    """Name of the kind, as its authors write it."""
+    """Name of the kind, for messages."""
     PEFT_TYPE: ClassVar[str | None] = None
-    """PEFT's name of the kind; None for an array that trains as a whole."""
+    """PEFT's name of the kind; None for `SavedWeight`, which belongs to files of any kind."""
     REQUIRED_LEAVES: ClassVar[tuple[str, ...]]
-    """Leaves of a complete node, the weight first. One half of a partition lacks some of them."""
+    """Leaves of a complete node, the weight first. The halves that `lowtide.partition` returns lack some of them."""
+    variants = Variants()
+    """Variants of LoRA that this node has."""
 
     @property
     def kind(self) -> str:
-        """Name of the kind with its variant, such as "DoRA"."""
-        return self.NAME
+        """Names of the variants, such as "DoRA"; without variants `NAME`."""
+        return " with ".join(variant.name for variant in self.variants) or self.NAME
 
     @property
     def rank(self) -> int | None:
-        """The inner dimension; None for kinds that have none."""
+        """The rank of the correction; None for kinds without a rank."""
         return None
 
     @property
@@ -49,23 +87,23 @@ class AdapterWeight(WrappedWeight):
         return self.kind if self.rank is None else f"{self.kind} of rank {self.rank}"
 
     def scaled_factors(self) -> tuple[Any, Any] | None:
-        """Return A and B, with all scales of their product included; None for kinds that do not compute W + B A."""
+        """Return A and B of an adapted weight W + B A, with all scales included; None for weights of another form."""
         return None
 
     def inverted(self) -> Any:
-        """Return the adapter whose merge undoes that of this one."""
+        """Return the inverse adapter: merging it undoes the merge of this adapter."""
         raise NotImplementedError
 
     def folded_bias(self, bias: Any) -> Any:
-        """Return the bias of the module of a merged weight."""
+        """Return the bias that the module needs after its weight is merged; by default the same."""
         return bias
 
 
 class ScaledWeight(WrappedWeight):
-    """A node whose only product is its ``linear``, which ``@`` and ``x @ weight.mT`` call."""
+    """A node that computes all products with its method `linear`; ``weight @ x`` and ``x @ weight.mT`` call it."""
 
     def __matmul__(self, x: Array) -> Array:
-        """Compute the product with a vector or a matrix [in, n]."""
+        """Multiply a vector [in] or a matrix [in, n] by the weight."""
         return matmul(self, x)
 
     @property
@@ -92,7 +130,7 @@ class Transposed:
 
 
 def matmul(node: Any, x: Array) -> Array:
-    """Compute ``node @ x`` for a matrix by the node's own ``linear``, in the dtype that W x would have."""
+    """Compute ``node @ x`` with `node.linear` for a vector or a matrix [in, n]; the result has the dtype of W x."""
     if len(node.shape) != 2 or x.ndim > 2:
         shapes = f"{list(node.shape)} and {list(x.shape)}"
         message = f"an adapter that scales rows does not support weight @ x of shapes {shapes}"
@@ -102,18 +140,18 @@ def matmul(node: Any, x: Array) -> Array:
 
 
 def expand_like(vector: Float[Array, " n"], like: Array) -> Array:
-    """Cast a vector to the dtype of activations [..., n], and give it as many axes."""
+    """Cast a vector to the dtype of activations [..., n], and add leading axes until it has as many as they have."""
     return jnp.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - vector.ndim)))
 
 
 def apply_dropout(x: Float[Array, "*batch in"], key: Array, rate: float) -> Float[Array, "*batch in"]:
-    """Set a fraction of the activations to zero, and scale the others so that the mean stays the same."""
+    """Set a random fraction `rate` of the activations to zero, and divide the others by ``1 - rate``."""
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
 def squared_row_norms(weight: Any) -> Float[Array, "*L out"]:
-    """Return the squared norm of each row of a weight, in float32, without a float32 copy of it."""
+    """Return the squared norm of each row of a weight; under `jax.jit`, an array gets no float32 copy."""
     if isinstance(weight, LinearWeight):  # quantised: dequantise a stack one matrix at a time
         dense: Any = weight
         if len(dense.shape) > 2:
@@ -129,7 +167,7 @@ def is_adapter(node: Any) -> bool:
 def shard_adapter(node: Any) -> Any:
     """Shard the leaves of an adapter like its weight, along the axes they share."""
     sharding = named_sharding(node.weight)
-    if sharding is None or not getattr(node, "AXES", None):  # those are placed when they are made
+    if sharding is None or not getattr(node, "AXES", None):  # kinds without `AXES` shard new leaves
         return node
     *layers, out, inner = (*sharding.spec, *(None,) * (len(node.weight.shape) - len(sharding.spec)))
     mesh_axes = {"out": out, "in": inner, "rank": None}
@@ -142,13 +180,13 @@ def shard_adapter(node: Any) -> Any:
 
 
 def named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
-    """Return the `NamedSharding` of an array, or None where it has none."""
+    """Return the `NamedSharding` of an array; None for another sharding, and for a tracer."""
     sharding = None if isinstance(weight, jax.core.Tracer) else getattr(weight, "sharding", None)
     return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
 def shard_leaf(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    """Place an array on its devices; a `jax.ShapeDtypeStruct` gets the sharding."""
+    """Place an array with a sharding; for a `jax.ShapeDtypeStruct`, return one with this sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return put(leaf, sharding)

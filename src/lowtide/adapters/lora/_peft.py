@@ -25,6 +25,7 @@ from jaxtyping import Array
 
 from ...core import ModelFileError, StructureError, Tree, shortened, shown
 from .._adapted import Use
+from ._node import Variant, Variants
 from ._sites import Site
 
 CONFIG_FILE = "adapter_config.json"
@@ -69,6 +70,8 @@ class AdapterKind(Protocol):
     """Options that its files have with these values, unless arrays that train as a whole need others."""
     biases: ClassVar[tuple[str, ...]] = ("none",)
     """Supported values of the option `bias`."""
+    variants: ClassVar[tuple[Variant, ...]] = ()
+    """Its variants, which options of its files select."""
     dropout_option: ClassVar[str | None] = None
     """The option of its files that is the rate of dropout."""
     shared_tensors: ClassVar[tuple[str, ...]] = ()
@@ -90,13 +93,13 @@ class AdapterKind(Protocol):
         return []
 
     @abstractmethod
-    def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+    def tensor_suffixes(self, variants: Sequence[Variant] = (), *, table: bool = False) -> dict[str, str]:
         """Return the ends of the names of a node's leaves in files, by leaf; leaves of a table are transposed there."""
         ...
 
     @abstractmethod
-    def entry(self, node: Any, scale: float) -> dict[str, Any]:
-        """Return the values for `describe` of one layer of a node; its correction has the additional factor `scale`."""
+    def entry(self, node: Any, scale: float, rank: int | None = None) -> dict[str, Any]:
+        """Return the values for `describe` of one layer of a node, scaled by `scale`, of the rank without padding."""
         ...
 
     @abstractmethod
@@ -143,8 +146,12 @@ class PeftConfig:
 
     @property
     def is_lora(self) -> bool:
-        """Whether the kind is LoRA, of which rsLoRA and DoRA are variants."""
+        """Whether the kind is LoRA, with or without variants."""
         return self.kind.peft_type == LORA
+
+    @property
+    def variants(self) -> Variants:
+        return Variants(variant for variant in self.kind.variants if getattr(self.file, variant.option))
 
     def rank_of(self, module: str) -> int:
         return value_by_pattern(self.file.rank_pattern, module, self.matcher, self.file.r)
@@ -161,13 +168,9 @@ class PeftConfig:
             raise ModelFileError(f"{self.source}: the layers of {path} differ in rank or alpha", got=pairs, hint=hint)
         return scales.pop()
 
-    @property
-    def dora(self) -> bool:
-        return self.is_lora and bool(self.file.use_dora)
-
     def tensors(self, module: str) -> dict[str, str]:
         """Return the file's names of the leaves of a module's node, by leaf."""
-        return tensor_keys(module, self.kind.tensor_suffixes(dora=self.dora, table=module in self.tables))
+        return tensor_keys(module, self.kind.tensor_suffixes(self.variants, table=module in self.tables))
 
     def targets(self, module: str) -> bool:
         """Return whether a module has an adapter; True when the file does not say."""
@@ -209,8 +212,8 @@ def describe(
 ) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`, with the keys that PEFT writes.
 
-    `adapted` holds ``rank``, ``alpha``, ``rslora`` (None for a kernel, whose scale is always alpha / rank), ``dora``
-    and ``feedforward`` by name. `modules` are all names that could be adapted, `options` those that the kind does not
+    `adapted` holds ``rank``, ``alpha``, ``variants`` (None for a kernel, whose scale is always alpha / rank) and
+    ``feedforward`` by name. `modules` are all names that could be adapted, `options` those that the kind does not
     determine, and `parameters` the names in `adapted` that are parameters of experts instead of modules.
     """
     config: dict[str, Any] = {

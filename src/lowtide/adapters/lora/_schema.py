@@ -1,6 +1,6 @@
 """Schemas of `adapter_config.json`; see `lowtide.core.validate`.
 
-This module needs pydantic, whose import takes a quarter of a second, so only functions that read files import it.
+Importing pydantic takes a quarter of a second, so only functions that read files import this module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CommonFile(BaseModel):
     layers_pattern: Word | list[Word] | None = None
     """Segment before the index of a layer in a module's name; None for any."""
     modules_to_save: Annotated[list[Name], Field(max_length=2**14)] | None = None
-    """Ends of the names of modules that train as a whole."""
+    """Ends of the names of modules of which all parameters train."""
     ensure_weight_tying: bool | None = None
     """Whether an embedding that is also the head stays tied to it."""
 
@@ -52,18 +52,18 @@ class AdapterFile(CommonFile):
     rank_pattern: dict[Pattern, Rank] | None = None
     """Other ranks, by regular expression for the end of a module's name."""
     alpha_pattern: dict[Pattern, Alpha] | None = None
-    """Other alphas, likewise."""
+    """Other alphas, by the same expressions as ranks."""
     target_parameters: Annotated[list[Name], Field(max_length=2**14)] | None = None
     """Ends of the names of parameters that have an adapter; only parameters of experts are supported."""
     use_rslora: bool | None = None
     """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
     use_dora: bool | None = None
-    """Whether the adapter has magnitudes."""
+    """Whether the adapter has magnitudes (DoRA)."""
     lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
     bias: str | None = "none"
     init_lora_weights: Any = True
     lowtide_kernels: dict[Pattern, Annotated[list[Axes], Field(min_length=2, max_length=2)]] | None = None
-    """Our own key: for each module that is not a matrix, the numbers of row axes and column axes."""
+    """Lowtide's own key: for each module that is not a matrix, the numbers of row axes and column axes."""
 
 
 class IA3File(CommonFile):

@@ -1,4 +1,7 @@
-"""Places of weights in a tree: names here and in other software, selection by a configuration, and replacement."""
+"""Sites, the places of weights in a tree: their names, their selection by a configuration, and their replacement.
+
+External names are those in another library, such as Transformers (`lowtide.core.ExternalNames`).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Site:
     """A place of a weight in a tree, with or without an adapter."""
 
     index: int
-    """Position in the flattening order of `sites`."""
+    """Position in the result of `sites`."""
     path: str
     """Tree path of the weight."""
     node: Any
@@ -51,12 +54,12 @@ class Site:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names that patterns match: those of the module and of the weight."""
+        """The paths that patterns match: those of the module and of the weight."""
         return self.module, self.path
 
     @property
     def exclusion_hint(self) -> str:
-        """The remedy for a target that a configuration does not support."""
+        """Hint of errors for a target that the configuration does not support."""
         return f'leave it out of the targets, for instance with the pattern "!{self.module}"'
 
     @property
@@ -81,8 +84,8 @@ class Site:
         return self.is_floating and len(self.weight.shape) in (2, 3)
 
     def random_key(self, key: Any) -> Array:
-        # It depends on the path only, so that values stay the same when other targets are added. Python's `hash` would
-        # not do: it differs between processes.
+        # The key depends on the path only, so that values stay the same when other targets are added. Python's `hash`
+        # of a text differs between processes.
         return jax.random.fold_in(key, zlib.crc32(self.path.encode()))
 
 
@@ -93,7 +96,7 @@ def sites(model: Tree) -> list[Site]:
 
 
 def adapted_sites(model: Tree) -> list[Site]:
-    """Return the sites that have an adapter; a missing leaf, as in one half of a partition, is an error."""
+    """Return the sites that have an adapter; raise if an adapter lacks a leaf, as one half of a partition does."""
     adapted = [site for site in sites(model) if is_adapter(site.node)]
     for site in adapted:
         check_complete(site.path, site.node, site.node.REQUIRED_LEAVES)
@@ -101,7 +104,7 @@ def adapted_sites(model: Tree) -> list[Site]:
 
 
 def check_complete(path: str, node: Any, required: Sequence[str]) -> None:
-    """Raise if an adapter lacks one of the needed leaves, as one half of a partition does."""
+    """Raise if an adapter lacks one of the `required` leaves, as one half of a partition does."""
     if missing := [name for name in required if getattr(node, name) is None]:
         hint = "combine the halves of a partition first: lt.combine(trainable, frozen)"
         raise StructureError(f"{path}: the adapter has no {' and no '.join(missing)}", hint=hint)
@@ -114,7 +117,7 @@ def require_adapters(adapted: Sequence[Site], purpose: str, hint: str) -> None:
 
 
 def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
-    """Replace the nodes at some sites of the model, keyed by `Site.index`."""
+    """Return the model with other nodes at some sites; the keys of `nodes` are `Site.index`."""
     leaves, treedef = jax.tree.flatten(model, is_leaf=is_weight)
     return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
 
@@ -133,7 +136,7 @@ def normalize_fields(config: Any) -> None:
 
 
 def to_patterns(name: str, value: Any, *, may_be_empty: bool = False) -> Any:
-    """Check one pattern or several, and return a text or a tuple."""
+    """Check one pattern or several; return a text unchanged, and anything else as a tuple."""
     patterns: Any = value if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
     is_allowed = may_be_empty and patterns == ()
     if not is_allowed and (not patterns or not all(is_pattern(pattern) and pattern for pattern in patterns)):
@@ -156,7 +159,7 @@ def match_field(field: str, names: Sequence[str], patterns: Any) -> list[str]:
 
 
 def select_sites(model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pattern | Sequence[Pattern]) -> list[Site]:
-    """Return the sites whose module or own path `targets` match, without `exclude`; errors as in `match_names`."""
+    """Return the sites whose own path or module `targets` match and `exclude` does not; errors as in `match_names`."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
         if is_adapter(site.node) or hasattr(site.node, "shape"):
@@ -179,7 +182,7 @@ def select_sites(model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pat
 
 
 def _all_linear(model: Tree) -> list[str]:
-    """Return the paths of all stacked matrices whose external name is one module in each layer."""
+    """Return the paths of all stacked matrices that are one module per layer in the external library."""
     paths: list[str] = []
     for site in sites(model) if isinstance(model, ExternalNames) else ():
         name = external_name(model, site)
@@ -193,7 +196,7 @@ def _all_linear(model: Tree) -> list[str]:
 
 
 def select_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[Site]:
-    """Leave out sites of other layers where layers are not stacked, and check that all layers exist."""
+    """Remove unstacked weights of layers outside of `layers`, and check that all of `layers` exist."""
     if layers is None:
         return list(chosen)
     selected = [site for site in chosen if len(site.weight.shape) == 3 or _layer_index(site) in layers]
@@ -211,24 +214,24 @@ def _layer_index(site: Site) -> int | None:
 
 
 def layer_scale(site: Site, layers: Sequence[int] | None) -> Any:
-    """Make the leaf that is 1 for chosen layers of a stack and 0 for the others; None without `layers` or a stack."""
+    """Make the leaf `layer_scale`: 1 for chosen layers of a stack, 0 for others; None without `layers` or a stack."""
     if layers is None or len(site.weight.shape) != 3:
         return None
     return make_leaf(site, (), lambda shape: jnp.asarray([float(i in layers) for i in range(shape[0])], jnp.float32))
 
 
 def make_leaf(site: Site, shape: tuple[int, ...], make: Callable[[tuple[int, ...]], Array]) -> Any:
-    """Make an array with the weight's leading axes in front, or only its shape where the weight is a shape."""
+    """Make an array [*stack, *shape] with the weight's stack axes; for abstract weights a `jax.ShapeDtypeStruct`."""
     full_shape = (*site.weight.shape[:-2], *shape)
     is_abstract = isinstance(jax.tree.leaves(site.weight)[0], jax.ShapeDtypeStruct)
     return jax.ShapeDtypeStruct(full_shape, jnp.float32) if is_abstract else make(full_shape)
 
 
 def external_name(model: Tree, site: Site) -> str | None:
-    """Return the name of a module in other software, with ``{layer}`` where the weight is stacked, or None.
+    """Return the external name of a site's module, with ``{layer}`` for a stacked weight; None if it has none.
 
-    Without `lowtide.core.ExternalNames` it is the tree path with dots. The index of a layer then follows the first
-    segment ``layers``, or comes last.
+    In a model without `lowtide.core.ExternalNames`, it is the module's tree path with dots. ``{layer}`` then follows
+    the first segment ``layers``, or is the last segment.
     """
     if isinstance(model, ExternalNames):
         try:
@@ -242,7 +245,7 @@ def external_name(model: Tree, site: Site) -> str | None:
 
 
 def layer_names(model: Tree, site: Site) -> list[str]:
-    """Return the names of `external_name`, one for each layer of a stacked weight, and for each expert of a layer."""
+    """Return a site's external names: one, one for each layer of a stack, or one for each expert of each layer."""
     name, shape = external_name(model, site), tuple(site.weight.shape)
     if site.is_experts:
         if name is None or LAYER not in name or EXPERT not in name:
@@ -268,16 +271,16 @@ TIED_HINT = "adapt other weights, or train it as a whole with modules_to_save"
 
 
 def tied_names(model: Tree) -> Mapping[str, str]:
-    """Return the modules that a model uses in a second place, with the external name of that place."""
+    """Return external names of modules that a model uses twice, each with the external name of its second use."""
     return getattr(model, "tied_names", {})
 
 
 def table_names(model: Tree) -> frozenset[str]:
-    """Return the external names of the modules whose rows a model looks up; empty if it has no ``table_names``."""
+    """Return the external names of a model's embeddings, whose rows it looks up; empty without ``table_names``."""
     return frozenset(getattr(model, "table_names", ()))
 
 
 def is_table(model: Tree, site: Site) -> bool:
-    """Return whether a weight is a table whose rows the model looks up."""
+    """Return whether the model declares a weight as an embedding, by ``table_names``."""
     names = table_names(model)
     return bool(names) and external_name(model, site) in names

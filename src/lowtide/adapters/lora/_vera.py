@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from ...core import ConfigError, ModelFileError, Pattern, StructureError, Tree, check_number, linear
 from .._adapted import Use
-from ._node import AdapterWeight, ScaledWeight, apply_dropout, expand_like
+from ._node import AdapterWeight, ScaledWeight, Variant, apply_dropout, expand_like
 from ._peft import MODEL_HINT, AdapterKind, PeftConfig, TensorFile, host_leaves, mask_scale, stack_layers
 from ._sites import Site, check_rank, layer_scale, make_leaf, normalize_fields
 
@@ -187,10 +187,10 @@ class _VeRA(AdapterKind):
             message = f"{path}: option 'save_projection' is false: the projections are not in the file"
             raise ModelFileError(message, hint="load it with PEFT, set save_projection there, and save it again")
 
-    def tensor_suffixes(self, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+    def tensor_suffixes(self, variants: Sequence[Variant] = (), *, table: bool = False) -> dict[str, str]:
         return {"lora_lambda_d": "vera_lambda_d", "lora_lambda_b": "vera_lambda_b"}
 
-    def entry(self, node: Any, scale: float) -> dict[str, Any]:
+    def entry(self, node: Any, scale: float, rank: int | None = None) -> dict[str, Any]:
         return {"rank": node.rank}
 
     def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:

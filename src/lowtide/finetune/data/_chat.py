@@ -4,7 +4,7 @@ The template is the tokenizer's own Jinja template, rendered as in `transformers
 its ``apply_chat_template(..., return_assistant_tokens_mask=True)``. Many templates do not mark the assistant's turns
 with ``{% generation %}``. Then `_chat_turns` finds them by comparing renderings: a turn begins after the header that
 the generation prompt writes, and includes the text that closes it. If a turn cannot be determined, the template is
-refused. `Renderer.render` returns the spans of the turns, of which `_encode.Encoder` makes the loss mask of the tokens.
+refused. `Renderer.render` returns the spans of the turns. `_encode.Encoder` turns them into a loss mask of the tokens.
 
 One deviation: if the bytes of a turn's last character are several tokens, all of them belong to the turn. transformers
 leaves the later ones out.
@@ -46,9 +46,11 @@ class ChatTemplate:
     where: str
     """The file that the template comes from."""
     day: str | None = None
-    """Date, such as ``2025-01-31``, whose midnight is the current time for a template that writes it; None: now."""
+    """Date, such as ``2025-01-31``, at whose midnight the template is rendered; None: the current time."""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Other variables of the template, such as ``enable_thinking``."""
+    system: str | None = None
+    """System prompt of conversations without a system message; None: they stay without."""
 
     @property
     def writes_date(self) -> bool:
@@ -108,8 +110,8 @@ class Renderer:
         package_folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
         script = str(Path(__file__).with_name("_chat_turns.py"))
         self._template = template
-        # stderr is discarded: the process reports errors of the template in its answers, and nobody reads the pipe, so
-        # a full one would block the process.
+        # The process reports errors of the template in its answers. stderr is discarded, because a full pipe without a
+        # reader would block the process.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", script, *sorted(package_folders), str(_MOST_MEMORY_BYTES)],
             stdin=subprocess.PIPE,
@@ -136,12 +138,15 @@ class Renderer:
         self._process.wait()
 
     def render(self, example: Example, *, turns: bool = True) -> tuple[str, Spans]:
-        """Render a chat, and return its text and the character spans (start, end) of the assistant's turns.
+        """Render a chat; return its text and, with `turns`, the character spans (start, end) of the assistant's turns.
 
         A conversation that the template refuses, or whose turns cannot be determined, raises DataError. A template that
         violates the sandbox, does not finish, or takes too much memory raises ModelFileError.
         """
-        request = {"messages": example.messages, "tools": example.tools, "first": example.first, "turns": turns}
+        messages = self._with_system(example.messages)
+        first = example.first and example.first + len(messages) - len(example.messages)
+        example = dataclasses.replace(example, messages=messages, first=first)
+        request = {"messages": messages, "tools": example.tools, "first": first, "turns": turns}
         answer = self._request_answer(request, example.where)
         text = str(answer["text"])
         if not turns:
@@ -163,8 +168,15 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], location: str, tools: Tools | None = None) -> str:
         """Render a conversation with the header of the next answer (the generation prompt); errors as in `render`."""
-        request = {"messages": [*messages], "tools": tools, "first": len(messages), "turns": False}
+        messages = self._with_system(messages)
+        request = {"messages": messages, "tools": tools, "first": len(messages), "turns": False}
         return str(self._request_answer(request, location)["prompt"])
+
+    def _with_system(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+        """Return the messages of a conversation, after the template's system prompt if none of them is one."""
+        if self._template.system is None or any(message["role"] == "system" for message in messages):
+            return tuple(messages)
+        return ({"role": "system", "content": self._template.system}, *messages)
 
     def _request_answer(self, request: dict[str, Any], location: str) -> dict[str, Any]:
         try:

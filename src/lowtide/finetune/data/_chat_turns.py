@@ -4,8 +4,8 @@ A template is a third-party program. Jinja's sandbox blocks access to Python obj
 strings and nest loops without limit. So it runs in this process, whose memory is limited, and `_chat` kills the process
 if an answer takes too long. Input and output are lines of JSON.
 
-A change of the text or of the turns has to raise `_VERSION` in `_encode.py`. The name of a token store covers the
-inputs of tokenisation and that version, but not this code. Without a new version a run reads the old tokens and masks.
+If you change this code so that texts or turns differ, also raise `_VERSION` in `_encode.py`. The name of a token store
+covers the inputs of tokenisation and that version. Without a new version, a run would read the old tokens and masks.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class _TurnFinder:
 
     def _header_variants(self, header: str) -> list[str]:
         """Return a header and prefixes of it that may occur alone, for example without the start of a thought."""
-        # A prefix is longer than half of the header. It must not occur before messages of other roles, as the text
-        # before the name of the role does.
+        # A prefix is longer than half of the header. It must not occur before messages of other roles: a prefix that
+        # ends before the name of the role would.
         cuts = [cut.end() for cut in re.finditer(r"[>\]:\n]", header) if len(header) // 2 < cut.end() < len(header)]
         texts_before = [
             self._text[self._ends.get(j - 1, 0) : self._starts.get(j, end)]
@@ -191,7 +191,7 @@ class _TurnFinder:
     def _content_positions(
         self, messages: list[Any], text: str, prompt: bool = False, max_marks: int = 2
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the ends and the starts of the messages' contents in the text, as far as marks show them."""
+        """Return the ends and the starts of the messages' contents in the text, by message; unknown ones are absent."""
         # A template may test how a content begins, or whether it is empty. So try fewer marks until the rendering
         # without its marks equals the text.
         for marks in range(max_marks, -1, -1):
@@ -291,10 +291,7 @@ def _compile(source: str, special: dict[str, str], day: str | None) -> tuple[Any
             raise SecurityError(f"the template accesses {attribute!r} of a {type(obj).__name__}")
 
     class Generation(Extension):
-        """The ``{% generation %}`` tag, which writes marks around its text.
-
-        Marks stay with the text when a macro or a variable moves it.
-        """
+        """The ``{% generation %}`` tag, whose marks stay around its text when a macro or a variable moves it."""
 
         tags = {"generation"}
 

@@ -147,7 +147,7 @@ def check_ids(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer, vocab_size:
 
 
 class LongEncoding(NamedTuple):
-    """Token ids of a text, and the first and end character of each token."""
+    """Token ids of a text, and the character position in it at which each token starts and ends."""
 
     ids: np.ndarray[Any, Any]
     """int32 [N]."""
@@ -220,7 +220,7 @@ def _encode_window(tokenizer: Tokenizer, text: _Buffer, start: int, stop: int) -
 def _common_cut(first: LongEncoding, second: LongEncoding) -> tuple[int, int] | None:
     """Return the indices of one token in both windows, in the middle of a common run; None without such a run.
 
-    A token is common if its id and its characters are equal in both windows.
+    A token is common if both windows have it with the same id and offsets.
     """
     if not len(second):
         return None
@@ -231,8 +231,8 @@ def _common_cut(first: LongEncoding, second: LongEncoding) -> tuple[int, int] | 
         match = positions.get((*offset, id))
         is_next = match is not None and (run == 0 or match == previous + 1)
         run, previous = (run + 1 if is_next else int(match is not None)), -1 if match is None else match
-        # The previous token has to end where this one begins. Byte-level tokens can be parts of one character: they
-        # have equal offsets, and a window that began between them would split the character.
+        # The previous token has to end where this one begins. Byte-level tokens can be parts of one character. Then
+        # they have equal offsets, and a window that began between them would split the character.
         if run >= _RUN and first.offsets[index - _RUN // 2, 0] >= first.offsets[index - _RUN // 2 - 1, 1]:
             return index - _RUN // 2, previous - _RUN // 2
     return None
@@ -251,9 +251,6 @@ def _special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     if not text:
         return list(encoding.ids), []
     return encoding.ids[: text[0]], encoding.ids[text[-1] + 1 :]
-
-
-# --- records ---------------------------------------------------------------------------------------------------------
 
 
 class Encoder:
@@ -285,7 +282,7 @@ class Encoder:
             self._renderer.close()
 
     def encode(self, examples: Sequence[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tokenise records of one kind: ids, int32 [L], and a mask of the learned tokens, uint8 [L], for each.
+        """Tokenise records of one kind; return for each the ids, int32 [L], and a mask of learned tokens, uint8 [L].
 
         A chat without a template, a chat that the template refuses, and tokens without an embedding raise DataError.
         """
@@ -358,15 +355,12 @@ def _alpaca_prompt(example: Example) -> str:
     return _ALPACA_FORMAT.format(context, example.prompt, input_text)
 
 
-# --- store -----------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Store:
     """Tokens of all documents, one after the other.
 
-    Stores are folders in ``LOWTIDE_CACHE``, or ``~/.cache/lowtide``, below ``data``. You can delete them at any time
-    except during a run.
+    A store is a folder in ``$LOWTIDE_CACHE/data``, by default in ``~/.cache/lowtide/data``. You can delete it at any
+    time except during a run.
     """
 
     tokens: np.ndarray
@@ -378,7 +372,7 @@ class Store:
     kind: str
     """Kind of the records, as in `Example`."""
     num_blank: int
-    """Number of records without text."""
+    """Number of blank records, which were skipped."""
     digest: str
     """SHA-256 of `tokens` and `learned`."""
     unread: tuple[str, ...] = ()
@@ -413,7 +407,9 @@ def open_store(
     if template is not None:
         if template.writes_date and template.day is None:
             template = dataclasses.replace(template, day=datetime.date.today().isoformat())
-        template_key = [template.source, template.special, *([template.day] if template.writes_date else [])]
+        variables = {**template.special, **template.arguments}
+        template_key = [template.source, variables, *([template.day] if template.writes_date else [])]
+        settings |= {} if template.system is None else {"system": template.system}
     # The name covers every input of the tokenisation, so that a changed input leads to another store.
     hasher = hashlib.sha256(tokenizer.to_str().encode())
     hasher.update(json.dumps([settings, template_key], sort_keys=True).encode())
@@ -450,7 +446,7 @@ def _digests(source: Source) -> Iterator[bytes]:
 
 
 def _remove_abandoned(cache_folder: Path) -> None:
-    """Remove unfinished folders without a write for a day, which killed runs left."""
+    """Remove unfinished folders of killed runs: those without a write for a day."""
     for folder in cache_folder.glob("unfinished-*"):
         try:
             times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]

@@ -1,8 +1,7 @@
 """Detect the format of data files by name and first bytes, and refuse files that are not plain text.
 
-Any UTF-8 file could be trained on as text, so a table of records would be trained on by mistake: the loss falls, the
-run reports success, and the model has learned commas. So files whose records Lowtide does not read are an error that
-names their format and the fields of their first record.
+Without this check, a run could train on a table as if it were plain text: the loss falls, the run reports success, and
+the model has learned commas. So such a file raises an error with its format and the fields of its first record.
 """
 
 from __future__ import annotations
@@ -11,69 +10,75 @@ import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ...core import DataError, format_bytes, shortened, shown
 
 _HEAD_BYTES = 1024**2
-RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-"""Suffixes of the files that `lowtide.finetune.data` reads records from."""
-BINARY_SUFFIXES = (".parquet",)
-"""Those of them whose files are not text."""
 _MODEL_FILES = ("config.json", "adapter_config.json", "config.toml", "generation_config.json", "tokenizer.json")
-"""Files of a model, an adapter or a run."""
+"""Names of files that show that a folder is a model, an adapter or a run, and not data."""
+_EXPECTED_TEXT = "a text file, a folder of text or source code, or JSON lines (.jsonl)"
+_WRITE_JSON_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
+_ONE_FORMAT = "name one of its files, or a folder of records in one format"
+_JOIN = "put all lines into one .jsonl file (cat folder/*.jsonl > data.jsonl), and name that file"
+_UNPACK = "unpack it first"
+
+
+class _FileFormat(NamedTuple):
+    """A format of files that are not plain text; `description` and `hint` are for messages."""
+
+    description: str
+    hint: str = _WRITE_JSON_LINES
+    first_bytes: bytes = b""
+    """The bytes that every file of the format begins with; empty if they are not fixed."""
+    is_text: bool = False
+    is_read: bool = False
+    """Whether Lowtide reads records from the files; `_READERS` of `_read` has the readers."""
+
+
+_FORMATS = {
+    ".jsonl": _FileFormat("JSON lines", _JOIN, is_text=True, is_read=True),
+    ".ndjson": _FileFormat("JSON lines", "rename it to .jsonl", is_text=True, is_read=True),
+    ".json": _FileFormat("JSON", is_text=True, is_read=True),
+    ".csv": _FileFormat("a table (CSV)", is_text=True, is_read=True),
+    ".tsv": _FileFormat("a table (TSV)", is_text=True, is_read=True),
+    ".parquet": _FileFormat("a table (Parquet)", first_bytes=b"PAR1", is_read=True),
+    ".jl": _FileFormat("JSON lines", "rename it to .jsonl", is_text=True),
+    ".arrow": _FileFormat("a table (Arrow)", first_bytes=b"ARROW1"),
+    ".feather": _FileFormat("a table (Arrow)"),
+    ".avro": _FileFormat("a table (Avro)", first_bytes=b"Obj\x01"),
+    ".orc": _FileFormat("a table (ORC)"),
+    ".xlsx": _FileFormat("a spreadsheet"),
+    ".docx": _FileFormat("a Word document", "save it as plain text"),
+    ".pdf": _FileFormat("a PDF document", "extract its text first (pdftotext)", b"%PDF-"),
+    ".gz": _FileFormat("compressed (gzip)", _UNPACK, b"\x1f\x8b"),
+    ".zst": _FileFormat("compressed (Zstandard)", _UNPACK, b"\x28\xb5\x2f\xfd"),
+    ".bz2": _FileFormat("compressed (bzip2)", _UNPACK, b"BZh"),
+    ".xz": _FileFormat("compressed (xz)", _UNPACK, b"\xfd7zXZ\0"),
+    ".zip": _FileFormat("an archive (zip)", _UNPACK, b"PK\x03\x04"),
+    ".7z": _FileFormat("an archive (7z)", _UNPACK, b"7z\xbc\xaf\x27\x1c"),
+    ".tar": _FileFormat("an archive (tar)", _UNPACK),
+    ".tgz": _FileFormat("an archive (tar, gzip)", _UNPACK),
+}
+"""Formats by suffix. Messages list the formats that Lowtide reads in this order."""
+RECORD_SUFFIXES = tuple(suffix for suffix, row in _FORMATS.items() if row.is_read)
+"""Suffixes of the files that `lowtide.finetune.data` reads records from."""
+BINARY_SUFFIXES = tuple(suffix for suffix in RECORD_SUFFIXES if not _FORMATS[suffix].is_text)
+"""Suffixes in `RECORD_SUFFIXES` of files that are not text."""
+TEXT_SUFFIXES = tuple(suffix for suffix, row in _FORMATS.items() if row.is_text)
+"""Suffixes of records and tables that are text."""
+_FORMAT_BY_MAGIC = {
+    row.first_bytes: row._replace(hint=f"rename it to {suffix}") if row.is_read else row
+    for suffix, row in _FORMATS.items()
+    if row.first_bytes
+}
 SUPPORTED = (
     f"a file of text, source code or records ({', '.join(RECORD_SUFFIXES)}), or a folder of text, source code or "
     "records in one format"
 )
-_EXPECTED_TEXT = "a text file, a folder of text or source code, or JSON lines (.jsonl)"
-_WRITE_JSON_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
-_ONE_FORMAT = "name one of its files, or a folder of records in one format"
-_UNPACK = "unpack it first"
-
-_FORMAT_BY_SUFFIX = {
-    ".csv": ("a table (CSV)", _WRITE_JSON_LINES),
-    ".tsv": ("a table (TSV)", _WRITE_JSON_LINES),
-    ".json": ("JSON", _WRITE_JSON_LINES),
-    ".jsonl": (
-        "JSON lines",
-        "put all lines into one .jsonl file (cat folder/*.jsonl > data.jsonl), and name that file",
-    ),
-    ".ndjson": ("JSON lines", "rename it to .jsonl"),
-    ".jl": ("JSON lines", "rename it to .jsonl"),
-    ".parquet": ("a table (Parquet)", _WRITE_JSON_LINES),
-    ".arrow": ("a table (Arrow)", _WRITE_JSON_LINES),
-    ".feather": ("a table (Arrow)", _WRITE_JSON_LINES),
-    ".avro": ("a table (Avro)", _WRITE_JSON_LINES),
-    ".orc": ("a table (ORC)", _WRITE_JSON_LINES),
-    ".xlsx": ("a spreadsheet", _WRITE_JSON_LINES),
-    ".docx": ("a Word document", "save it as plain text"),
-    ".pdf": ("a PDF document", "extract its text first (pdftotext)"),
-    ".gz": ("compressed (gzip)", _UNPACK),
-    ".zst": ("compressed (Zstandard)", _UNPACK),
-    ".bz2": ("compressed (bzip2)", _UNPACK),
-    ".xz": ("compressed (xz)", _UNPACK),
-    ".zip": ("an archive (zip)", _UNPACK),
-    ".7z": ("an archive (7z)", _UNPACK),
-    ".tar": ("an archive (tar)", _UNPACK),
-    ".tgz": ("an archive (tar, gzip)", _UNPACK),
-}
-_FORMAT_BY_MAGIC = (
-    (b"PAR1", (_FORMAT_BY_SUFFIX[".parquet"][0], "rename it to .parquet")),
-    (b"ARROW1", _FORMAT_BY_SUFFIX[".arrow"]),
-    (b"Obj\x01", _FORMAT_BY_SUFFIX[".avro"]),
-    (b"\x1f\x8b", _FORMAT_BY_SUFFIX[".gz"]),
-    (b"\x28\xb5\x2f\xfd", _FORMAT_BY_SUFFIX[".zst"]),
-    (b"BZh", _FORMAT_BY_SUFFIX[".bz2"]),
-    (b"\xfd7zXZ\0", _FORMAT_BY_SUFFIX[".xz"]),
-    (b"PK\x03\x04", _FORMAT_BY_SUFFIX[".zip"]),
-    (b"7z\xbc\xaf\x27\x1c", _FORMAT_BY_SUFFIX[".7z"]),
-    (b"%PDF-", _FORMAT_BY_SUFFIX[".pdf"]),
-)
-TEXT_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".jl")
-"""Suffixes of records and tables that are text."""
 RECORD_FIELDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 """Sets of fields that identify training records (chats, prompts, instructions)."""
-_UTF16 = ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
+_UTF16 = _FileFormat("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
 
 
 def refuse_other_formats(path: Path) -> None:
@@ -85,38 +90,35 @@ def refuse_other_formats(path: Path) -> None:
     head = read_head(path)
     suffix = path.suffix.lower()
     default = _UTF16 if _is_utf16(head) else None
-    match = next((kind for start, kind in _FORMAT_BY_MAGIC if head.startswith(start)), default)
+    match = next((row for start, row in _FORMAT_BY_MAGIC.items() if head.startswith(start)), default)
     if match is None and path.suffix != ".jsonl":
-        match = _FORMAT_BY_SUFFIX.get(suffix)
+        match = _FORMATS.get(suffix)
         if match is None and _is_json_lines(head):
-            match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "rename it to .jsonl")
+            match = _FORMATS[".jsonl"]._replace(hint="rename it to .jsonl")
         elif suffix == ".jsonl":
-            match = (_FORMAT_BY_SUFFIX[".jsonl"][0], "rename it to .jsonl, in lower case")
+            match = _FORMATS[".jsonl"]._replace(hint="rename it to .jsonl, in lower case")
     if match is not None:
-        description, hint = match
         expected = _EXPECTED_TEXT if suffix in RECORD_SUFFIXES and not is_binary(head) else SUPPORTED
-        problem, fields = f"the file is {description}, which is not read as plain text", first_fields(head, suffix)
-        got = f"fields {shortened(', '.join(fields), 300)}" if fields else None
-        raise DataError(f"{path}: {problem}", expected=expected, got=got, hint=hint)
+        problem = f"the file is {match.description}, which is not read as plain text"
+        got = f"fields {shortened(', '.join(fields), 300)}" if (fields := first_fields(head, suffix)) else None
+        raise DataError(f"{path}: {problem}", expected=expected, got=got, hint=match.hint)
 
 
 def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
-    """Raise DataError for a folder whose `files` are mostly records, or text mixed with chats.
+    """Raise DataError if records are at least half of the bytes of a folder's `files`, or chats are among its text.
 
-    Mostly: at least half of their bytes. A source tree may contain a few tables, but no file with the fields of chats,
-    prompts or instructions.
+    A source tree may contain a few tables, but no chats, prompts or instructions (`RECORD_FIELDS`).
     """
     sizes = {file: file.stat().st_size for file in files}
-    records = [file for file in files if file.suffix.lower() in _FORMAT_BY_SUFFIX]
+    records = [file for file in files if file.suffix.lower() in _FORMATS]
     num_bytes = sum(sizes[file] for file in records)
     if not records or 2 * num_bytes < sum(sizes.values()):
         _refuse_records_among_text(folder, records)
         return
     first, suffix = records[0], records[0].suffix.lower()
-    description, hint = _FORMAT_BY_SUFFIX[suffix]
-    hint = hint if len({file.suffix.lower() for file in records}) == 1 else _ONE_FORMAT
+    hint = _FORMATS[suffix].hint if len({file.suffix.lower() for file in records}) == 1 else _ONE_FORMAT
     got = f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} files of records; "
-    got += f"{first.name} is {description}"
+    got += f"{first.name} is {_FORMATS[suffix].description}"
     if fields := first_fields(read_head(first), suffix) if suffix in TEXT_SUFFIXES else []:
         got += f", fields {shortened(', '.join(fields), 300)}"
     problem = "the folder has records, which are not read as plain text"
@@ -124,7 +126,7 @@ def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _refuse_records_among_text(folder: Path, records: Sequence[Path]) -> None:
-    """Raise if a file's first record is a training record; read as text, the model would learn its braces."""
+    """Raise DataError if a file begins with a training record, whose braces the model would learn as text."""
     for file in records:
         suffix = file.suffix.lower()
         fields = first_fields(read_head(file), suffix) if suffix in TEXT_SUFFIXES else []
@@ -164,7 +166,7 @@ def read_head(path: Path) -> bytes:
 
 def is_binary(head: bytes) -> bool:
     """Return whether the first bytes are those of a compressed file, a binary table, a document or UTF-16 text."""
-    return head.startswith(tuple(start for start, _ in _FORMAT_BY_MAGIC)) or _is_utf16(head)
+    return head.startswith(tuple(_FORMAT_BY_MAGIC)) or _is_utf16(head)
 
 
 def _is_json_lines(head: bytes) -> bool:

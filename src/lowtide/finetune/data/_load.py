@@ -1,8 +1,8 @@
 """Training data of a run: plain text in windows, or records packed into rows, depending on the configuration.
 
-Plain text is tokenised with the model's own tokenizer, shuffled by seed, joined with the end-of-document token and cut
-into windows of ``seq_len + 1`` tokens; the last ones are held out. `_pack` makes rows of records. Grain does the order,
-repetition and batching: its `MapDataset` returns the batch of any step, so a run is resumable.
+Documents of plain text are shuffled by seed, tokenised with the model's own tokenizer, joined with the end token, and
+cut into windows of ``seq_len + 1`` tokens. The last windows are held out. `_pack` makes rows of records. Grain
+shuffles, repeats and batches both: its `MapDataset` returns the batch of any step, so a run is resumable.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ from ._read import files_below, folder_of_records, is_records, read_records, unr
 
 _MOST_NAMES = 6
 _MOST_BATCH_TOKENS = 2**28
-"""Largest batch in tokens. With four int32 columns it takes 4 GiB on the host before anything is compiled.
-
-More is probably a typing error, and would exhaust the machine's memory.
-"""
+"""Largest batch in tokens, which takes 4 GiB on the host with four int32 columns. More is probably a typing error."""
 _BATCH_TEXTS = 256
 _MOST_AT_ONCE = 32 * 1024**2
 """Bytes of the largest text file that is read as a whole; larger files are tokenised in windows."""
@@ -61,7 +58,7 @@ def load_data(
     day: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
-    """Read, tokenise and pack the data of a run into batches; for records with a report.
+    """Read and tokenise the data of a run, and make batches; for records also a report.
 
     `directory` is the tokenizer's folder, for its chat template. `context` is the model's number of positions, used if
     no sequence length is set. `day` is the date that chat templates may write; None: today.
@@ -120,8 +117,8 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
     """Return whether data is read as records; JSON lines with ``text`` and no fields of another kind are plain text.
 
     Args:
-        data: the path in the configuration.
-        columns: the columns in the configuration; if they are set, the data is records.
+        data: the path in the configuration; None, the built-in corpus, is plain text.
+        columns: the columns in the configuration; if they are set, JSON lines are records.
     """
     if not data:
         return False
@@ -189,7 +186,7 @@ def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[st
 
 
 def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, str | Path]:
-    """Read documents for contiguous windows; a large text file is returned as a path, and records need plain text."""
+    """Read documents by name, for contiguous windows; a large text file stays a path, and records must be text."""
     path = Path(data or "")
     if is_read_as_records(data, columns):
         texts = texts_of_records(path, columns)
@@ -221,7 +218,7 @@ def read_documents(path: str | Path | None) -> list[str]:
 
 
 def named_documents(path: str | Path | None) -> dict[str, str]:
-    """Read documents as `read_documents` does, by their name in errors: a file, or a file and a line.
+    """Read documents as `read_documents` does, and return them by name: a file, or a file and a line.
 
     Args:
         path: as in `read_documents`.
@@ -290,7 +287,7 @@ def text_data(
         seed: seed of the document order and the batch order.
         end_token: token appended to each document, if any.
         held_out_fraction: fraction of the windows kept for evaluation, at least one window.
-        eval_documents: evaluation texts that replace this fraction, in separate windows.
+        eval_documents: evaluation texts for separate windows; if given, all windows of `documents` are for training.
         vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
         on_progress: called with the number of finished documents and the total.
 
@@ -353,10 +350,10 @@ def tokenise(
     on_progress: Callable[[int, int], None] | None = None,
     digest: Any = None,
 ) -> np.ndarray:
-    """Tokenise and join texts or text files, int32 [N]; the hash `digest`, if given, is updated with the tokens.
+    """Tokenise texts or text files, and return the joined ids, int32 [N]; a hash `digest` is updated with them.
 
     Ids outside the tokenizer's own vocabulary raise ModelFileError, and tokens without an embedding raise DataError.
-    The host holds at most 128 MiB; more than `_MOST_IN_MEMORY` tokens are a memory map of a temporary file.
+    Ids take at most 128 MiB on the host: more than `_MOST_IN_MEMORY` of them are a memory map of a temporary file.
     """
     names, texts = [*documents], [*documents.values()]
     largest, num_tokens = -1, 0
@@ -418,7 +415,7 @@ def _not_text_error(path: Path) -> DataError:
 
 
 def _locate_token(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
-    """Return the document's name, with the line of the first token beyond the vocabulary if the text contains it."""
+    """Return the document's name, with the line of the first token without an embedding if the text contains it."""
     token = tokenizer.id_to_token(int(ids[ids >= vocab_size][0]))
     position = text.find(token) if token and isinstance(text, str) else -1
     if position < 0 or isinstance(text, Path) or "\n" not in text:

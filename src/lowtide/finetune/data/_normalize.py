@@ -166,7 +166,7 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
 
 @contextmanager
 def as_data_error(hint: str | None = None) -> Generator[None]:
-    """Convert the ModelFileError of a reader that models share to a DataError, with another hint if one is given."""
+    """Convert a ModelFileError of functions that also read model files to a DataError; `hint` replaces its hint."""
     try:
         yield
     except ModelFileError as error:
@@ -209,7 +209,7 @@ def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example 
 
 
 def _check_speakers(record: Mapping[str, Any], location: str) -> None:
-    """Raise for a field named conversations whose turns are messages with a role."""
+    """Raise DataError if ``conversations`` has messages with a ``role``, instead of turns with ``from``."""
     turns = record["conversations"]
     if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
         fields = {"tools": "tools", "system": "system", "system_prompt": "system"}
@@ -295,10 +295,10 @@ def _parse_calls(value: str, location: str) -> list[dict[str, Any]]:
 
 
 def _check_turns(turns: Any, location: str) -> None:
-    """Refuse a weight other than 0 and 1, which would have no effect, and a misspelt role or a role of ShareGPT.
+    """Raise DataError for a weight other than 0 and 1, and for a misspelt role or a role of ShareGPT.
 
-    A template would write such a role, but the turn would not be learned. Other roles, such as ``developer`` or
-    ``ipython``, are passed to the template.
+    Such a weight would have no effect. A template would write such a role, but the turn would not be learned. Other
+    roles, such as ``developer`` or ``ipython``, are passed to the template.
     """
     for turn in turns if isinstance(turns, list) else ():
         weight = turn.get("weight")
@@ -326,7 +326,7 @@ def _check_values(fields: Mapping[str, Any], location: str) -> None:
     except UnicodeEncodeError as error:
         hint = "write the file again; half of a surrogate pair (\\ud800 to \\udfff) is not a character"
         raise DataError(f"{location}: the text is not valid Unicode", got=str(error), hint=hint) from error
-    # Templates write these as JSON, which has no NaN. Numbers in other columns and fields are not read.
+    # Templates write tools and calls as JSON, which has no NaN. Numbers in other columns and fields are not read.
     turns = [turn for name in _LIST_FIELDS if isinstance(fields.get(name), list) for turn in fields[name]]
     calls = [turn.get("tool_calls") for turn in turns if isinstance(turn, Mapping)]
     try:
@@ -378,7 +378,7 @@ def _normalize_record(kind: str, record: Mapping[str, Any], location: str) -> di
 
 
 def _refuse_media(kind: str, record: Mapping[str, Any], location: str) -> None:
-    """Refuse images, video and audio; a plain text may have them in columns that it does not mention."""
+    """Refuse images, video and audio; a plain text without a placeholder may have them in other columns."""
     text = str(record.get("text"))
     if kind == "text" and not any(mark in text for mark in _PLACEHOLDERS):
         return
@@ -389,7 +389,7 @@ def _refuse_media(kind: str, record: Mapping[str, Any], location: str) -> None:
 
 
 def _prepend_system(kind: str, fields: dict[str, Any], record: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Prepend the system prompt that stands next to the turns."""
+    """Make the record's system prompt the first turn."""
     systems = {name: record[name] for name in _SYSTEM_FIELDS if not _is_blank(record.get(name))}
     if not systems:
         return fields
@@ -411,7 +411,7 @@ def _prepend_system(kind: str, fields: dict[str, Any], record: Mapping[str, Any]
 
 def _normalize_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Rewrite flags, parts and older function calls of a turn, and drop null fields."""
-    # A template prints None, or asks whether a field is defined: null means absent, as in a table.
+    # Null means absent, as in a table. A template would print None, or count the field as defined.
     fields = {name: value for name, value in turn.items() if value is not None and name not in _FLAGS}
     for name, excluding_value in _FLAGS.items():
         value = turn.get(name)
@@ -442,7 +442,7 @@ def _normalize_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
 
 
 def _refuse_other_parts(parts: list[Any], location: str) -> None:
-    """Refuse images, sounds and thoughts among the parts of a message."""
+    """Refuse parts of a message that are not text, such as images."""
     for part in parts:
         if isinstance(part, Mapping) and part.get("type", "text") not in _TEXT_PARTS:
             hint = 'remove such records, or these parts of them; {"type": "text", "text": "..."} is read'

@@ -1,6 +1,6 @@
-"""Records to training batches: split, pack into rows, shuffle.
+"""Make training batches of tokenised records: split them, pack them into rows, and shuffle the rows.
 
-Shape suffixes: B rows of a batch, T tokens of a row. Grain does the order, repetition and batching, as for text.
+Dimensions: B rows of a batch, T tokens of a row. Grain shuffles, repeats and batches the rows, as for text.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DataReport:
     num_held_out_lost_tokens: int
     """Evaluation tokens that were cut off or dropped."""
     examples: list[list[tuple[str, bool]]]
-    """Beginnings of the first documents: texts, and whether they are learned."""
+    """Beginnings of the first documents, each as runs of text with a flag for learned text."""
     unread: tuple[str, ...] = ()
     """Columns of the records that are not read."""
 
@@ -119,7 +119,7 @@ def record_data(
     vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RecordData:
-    """Tokenise, split, pack and shuffle records.
+    """Tokenise, split, pack and shuffle records, and return batches and a report.
 
     Args:
         source: a path for `read_records`, or texts, or texts by their name in errors.
@@ -136,11 +136,12 @@ def record_data(
         packing: ``best-fit``, or ``none`` for one document a row.
         too_long: ``cut``, ``split`` or ``drop``.
         vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
-        on_progress: called with the number of finished records, as in `open_store`.
+        on_progress: called with two equal arguments, the number of finished records, since the total is unknown.
 
     Raises:
         DataError: for unusable data, tokens without an embedding, and if no training or evaluation document is left.
         ModelFileError: for an unusable tokenizer or template.
+        ConfigError, OutputError: for unusable `columns`; when the cache folder cannot be written.
 
     Memory:
         The host holds about 100 bytes a document, and the rows of the batches that Grain prefetches. The tokens are in
@@ -236,7 +237,7 @@ def evaluation_data(
 
     Raises:
         DataError: for unusable data, and if no document is left to evaluate.
-        ModelFileError: for an unusable tokenizer or template.
+        ModelFileError, ConfigError, OutputError: as in `record_data`.
 
     Memory:
         As in `record_data`.

@@ -1,8 +1,8 @@
-"""Stream the records of files: JSON lines, JSON, CSV, TSV, Parquet, and what Hugging Face's ``save_to_disk`` wrote.
+"""Stream the records of files: JSON lines, JSON, CSV, TSV, Parquet, and output of Hugging Face's ``save_to_disk``.
 
 A reader yields the location and raw fields of each record. `read_records` checks the fields, yields None for a blank
-record, and refuses a file with records of several kinds. Tables are read with pyarrow alone. An unreadable file or
-folder is an error, since skipping it would silently change the data.
+record, and refuses a file with records of several kinds. Parquet and Arrow files need only pyarrow. An unreadable file
+or folder is an error, since skipping it would silently change the data.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
 
 
 def data_files(path: Path) -> list[Path]:
-    """List the files with the records of a path, for a digest; a path that is no file or folder raises DataError."""
+    """List the files with the records of a path; a path that is no file or folder raises DataError."""
     if not path.is_dir():
         if not path.is_file():
             problem = "neither a file nor a folder" if path.exists() else "no such file or folder"
@@ -87,11 +87,8 @@ def data_files(path: Path) -> list[Path]:
     return [] if record_files is None else record_files.files
 
 
-# --- files of a folder -----------------------------------------------------------------------------------------------
-
-
 def files_below(folder: Path) -> list[Path]:
-    """List the files below a folder in sorted order, without hidden ones; links are followed, broken ones refused."""
+    """List the files below a folder in sorted order, without hidden ones; follow links, and refuse broken links."""
     files: list[Path] = []
 
     def fail(error: OSError) -> NoReturn:
@@ -112,7 +109,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def _is_visited(folder: Path, root: Path, visited: set[Path]) -> bool:
-    """Return whether a linked folder was visited before, or is in the tree of `root`; adds it to `visited`."""
+    """Return whether a linked folder was visited before, or is in the tree of `root`; then add it to `visited`."""
     if not folder.is_symlink():
         return False
     real = folder.resolve()
@@ -134,8 +131,8 @@ def unreadable(path: Path, error: OSError) -> DataError:
 class RecordFolder:
     """The files of a folder of records, such as a downloaded dataset with its page, licence and evaluation records.
 
-    Records of one format are at least half of its bytes; otherwise it is text, or refused. Words in the names of files
-    and folders mark evaluation records, as on the Hugging Face Hub.
+    At least half of its bytes are records of one format; other folders are text, or refused. Words such as ``test`` in
+    the names of files and folders mark evaluation records, as on the Hugging Face Hub.
     """
 
     files: list[Path]
@@ -172,9 +169,6 @@ def folder_of_records(folder: Path) -> RecordFolder | None:
 
 def _num_bytes(files: list[Path]) -> int:
     return sum(file.stat().st_size for file in files)
-
-
-# --- text formats ----------------------------------------------------------------------------------------------------
 
 
 def _read_raw(path: Path) -> _RawRecords:
@@ -230,7 +224,7 @@ def _read_json(path: Path) -> _RawRecords:
 
 
 def _is_json_lines(path: Path) -> bool:
-    """Return whether a file begins with two lines that are objects; a single line may be an object of all records."""
+    """Return whether a file begins with two lines that are objects; a single line may be one object of all records."""
     with open(path, "rb") as file:
         lines = (line for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"") if line.strip())
         first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")

@@ -478,14 +478,14 @@ def _undone_checkpoints(step: Step) -> Iterator[Finding]:
 def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
     """Return the number of columns of logits, and a predicate for buffers that are logits."""
     # Logits have a row for each token of an integer argument, and a column for each word of the vocabulary: the largest
-    # dimension of a differentiated leaf.
+    # dimension of a differentiated leaf, which is not square. Square weights, as of graph networks, have no vocabulary.
     graph = owners.dataflow.graph
     tokens, widths = set[int](), set[int]()
     for value, index in owners.parameters.items():
         dims = graph.shape(value).dimensions
         if not graph.is_floating(value) and len(dims) >= 1:
             tokens.add(graph.num_elements(value))
-        elif owners.dataflow.is_differentiated(index) and len(dims) >= 2:
+        elif owners.dataflow.is_differentiated(index) and len(dims) >= 2 and sorted(dims)[-2] < max(dims):
             widths.add(max(dims))
     widest = max(widths, default=0)
     sizes = {count * widest for count in tokens if count > 1}

@@ -102,7 +102,7 @@ class StackPasses:
                 new_inputs = (
                     write(inputs, block_input, i)
                     if is_single
-                    else write(inputs, block_output, self._input_index(i + 1, m))
+                    else write(inputs, block_output, (i + 1) * self.num_microbatches + m)
                 )
                 return new_inputs, write(boundary, block_output, m)
 
@@ -169,7 +169,7 @@ class StackPasses:
         return loss, metrics, _cast_like(totals, trained), boundary
 
     def backward(
-        self, layers: Tree, inputs: Tree, boundary: Tree, consume: Consume, carry: Carry, after: Any
+        self, layers: Callable[[Carry], Tree], inputs: Tree, boundary: Tree, consume: Consume, carry: Carry, after: Any
     ) -> tuple[Carry, Tree]:
         """Run all blocks backward, and pass the gradients of each to `consume`; return the carry and the boundary.
 
@@ -187,7 +187,7 @@ class StackPasses:
                     return recomputed(self.stack.block)(combine(trained, frozen), h, self.batch(m))
 
                 dh = _read_cotangents(boundary, m)
-                grads, dh = jax.vjp(run, layer, read(inputs, self._input_index(i, m)))[1](dh)
+                grads, dh = jax.vjp(run, layer, read(inputs, i * self.num_microbatches + m))[1](dh)
                 return grads, _write_cotangents(boundary, dh, m)
 
             grads, boundary = self._sum_gradients(grads_of, layer, boundary)
@@ -248,9 +248,6 @@ class StackPasses:
 
         total, carry = self._loop_microbatches(visit, (jax.tree.map(_wide_zeros, like), carry))
         return _cast_like(total, like), carry
-
-    def _input_index(self, i: Any, m: Any) -> Any:
-        return i * self.num_microbatches + m
 
     def _loop_microbatches(self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
         if self.num_microbatches == 1:

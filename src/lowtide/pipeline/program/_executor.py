@@ -90,12 +90,14 @@ class Program:
     batch: Tree
     """Shapes of one microbatch."""
     memory_limit: int | None
-    """Limit in bytes of the values between passes, for all shards of a microbatch; None: the schedule's limit."""
+    """Limit in bytes of the values between passes on each device; None: the schedule's limit."""
     remat: bool | Callable[..., bool]
     inputs_on_host: bool
     """Whether the input of each block is kept in host memory until the backward pass."""
     batch_axes: tuple[str, ...]
     """Axes of the mesh along which the rows of a microbatch are sharded."""
+    num_parts: int
+    """Number of parts into which the rows are sharded."""
     platform: str
 
     def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
@@ -206,10 +208,9 @@ class Program:
 
     def shard_rows(self, tree: Tree) -> Tree:
         """Shard the rows of arrays; otherwise XLA may gather the rows and shard the arrays like weights instead."""
-        num_parts = math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in self.batch_axes)
 
         def shard(leaf: Any) -> Any:
-            if num_parts == 1 or not jnp.ndim(leaf) or leaf.shape[0] % num_parts:
+            if self.num_parts == 1 or not jnp.ndim(leaf) or leaf.shape[0] % self.num_parts:
                 return leaf
             return lax.with_sharding_constraint(leaf, PartitionSpec(self.batch_axes))
 
@@ -402,10 +403,11 @@ class _Run(_Forward):
         bytes. The fastest of the first few that fit is chosen. Raises `ScheduleError` when none fits.
         """
         saved_values = [residual.waiting for part in self.parts.values() for residual in part.residuals]
-        lengths, limit = self.program.layout.layers_per_stage, self.program.memory_limit
-        if limit is None:
+        lengths, device_limit = self.program.layout.layers_per_stage, self.program.memory_limit
+        if device_limit is None:
             schedule = self.program.schedule.fitted(self.costs)
             return schedule, tables(schedule, lengths, saved_values)
+        limit = device_limit * self.program.num_parts  # sizes are those of whole arrays
         num_ranks, chunks = self.program.schedule.num_ranks, self.program.schedule.stages_per_rank
         order_changing_limits = (chunks * (2 * num_ranks - 1), chunks * num_ranks)  # limits at which the order changes
         sizes: list[int] = []
@@ -440,14 +442,14 @@ class _Run(_Forward):
         if fitting:
             return min(fitting, key=lambda entry: entry[:2])[2:]
         raise ScheduleError(
-            "memory_limit is less than the waiting memory of every schedule that was tried",
-            expected=f"about {format_bytes(min(sizes))} for all devices of a rank" if sizes else "a larger limit",
-            got=format_bytes(limit),
+            "memory_limit is less than the waiting memory, on each device, of every schedule that was tried",
+            expected=f"about {format_bytes(min(sizes) // self.program.num_parts)}" if sizes else "a larger limit",
+            got=format_bytes(device_limit),
             hint='raise it, or use smaller microbatches, more stages, remat=True or inputs="host"',
         )
 
     def _buffer_bytes(self, schedule_tables: Tables) -> int:
-        """Return the bytes of buffers and messages on the devices of a rank."""
+        """Return the bytes of buffers and messages of a rank, as whole arrays."""
         residuals = [residual for part in self.parts.values() for residual in part.residuals if not residual.is_on_host]
         sizes = {residual.waiting.buffer: residual.value.size_bytes for residual in residuals}
         h = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes.h))
@@ -514,11 +516,9 @@ class _Run(_Forward):
         return self._run(self._weight, self._run(self._input, state, cells["I"]), cells["W"])
 
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
-        outer, hoisted = self.outer, self.hoisted
-
         def first(carry: tuple[Tree, State], arguments: tuple[State, Tree]) -> tuple[Tree, State]:
             cell, batch = arguments
-            return self.parts["first"].forward(carry[1], cell, outer, hoisted["first"], (), batch)
+            return self.parts["first"].forward(carry[1], cell, self.outer, self.hoisted["first"], (), batch)
 
         carry = self._message(state, cell), state["buffers"]
         h, buffers = _run_if(cell["is_first"] == 1, first, carry, (cell, batch))
@@ -526,29 +526,26 @@ class _Run(_Forward):
         return {**state, "buffers": buffers, "F": jax.tree.leaves(h)}
 
     def _input(self, state: State, cell: State, batch: Tree) -> State:
-        outer, hoisted = self.outer, self.hoisted
         loss_weight, is_last = at(self.loss_weights, cell["microbatch"]), cell["is_last"] == 1
         message = self._message(state, cell)  # in the last stage: activations of its forward pass
         # The message of the last stage is no cotangent. Its cotangent starts at zero, and `_last` computes it.
         dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), message)
 
-        def last(carry: tuple[Tree, State], arguments: tuple[Tree, Any, Tree]) -> tuple[Tree, State]:
-            return self._last(carry[1], *arguments)
-
-        dy, state = _run_if(is_last, last, (dy, state), (message, loss_weight, batch))
+        dy, state = _run_if(is_last, self._last, (dy, state), (message, loss_weight, batch))
         stage = (self._first_row(cell["chunk"]), *self._stage(cell))
         dx, buffers = self.parts["blocks"].input(state["buffers"], cell, *stage, dy, batch, cell["num_layers"])
         dx = replace_leaves(dy, dx)
 
         def first(buffers: State, arguments: tuple[State, Tree, Tree]) -> State:
-            cell, *microbatch_arguments = arguments
-            return self.parts["first"].input(buffers, cell, 0, outer, hoisted["first"], *microbatch_arguments)[1]
+            cell, *inputs = arguments
+            return self.parts["first"].input(buffers, cell, 0, self.outer, self.hoisted["first"], *inputs)[1]
 
         buffers = _run_if(cell["is_first"] == 1, first, buffers, (cell, dx, batch))
         return {**state, "I": jax.tree.leaves(dx), "buffers": buffers}
 
-    def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
+    def _last(self, carry: tuple[Tree, State], arguments: tuple[Tree, Any, Tree]) -> tuple[Tree, State]:
         """Compute the loss and its gradients together, so that logits are never kept."""
+        state, (h, loss_weight, batch) = carry[1], arguments
         trainable, frozen = self.trainable["outer"], self.frozen["outer"]
         last = self.program.run_without_permutes(self.program.last)
         value, metrics, grads, dh = last(trainable, frozen, h, loss_weight, batch)
@@ -559,13 +556,12 @@ class _Run(_Forward):
         return replace_leaves(jax.tree.map(jnp.zeros_like, h), dh), state
 
     def _weight(self, state: State, cell: State, batch: Tree) -> State:
-        outer, hoisted = self.outer, self.hoisted
         stage = (self._first_row(cell["chunk"]), *self._stage(cell))
         buffers = self.parts["blocks"].weight(state["buffers"], cell, *stage, batch, cell["num_layers"])
 
         def first(buffers: State, arguments: tuple[State, Tree]) -> State:
             cell, batch = arguments
-            return self.parts["first"].weight(buffers, cell, 0, outer, hoisted["first"], batch)
+            return self.parts["first"].weight(buffers, cell, 0, self.outer, self.hoisted["first"], batch)
 
         return {**state, "buffers": _run_if(cell["is_first"] == 1, first, buffers, (cell, batch))}
 
@@ -662,8 +658,16 @@ class _InPlacePasses:
         self.residuals: list[_Residual] = []
         for (producer, last_reader), values in split.kept.items():
             for value in values if producer is not Pass.HOISTED else []:
+                shape, is_stacked = value.struct, split.plan.is_stacked(value)
+                # If a loop reads some rows of a buffer and writes others, the compiler copies the buffer. So the
+                # buffer's name contains the pass that writes it, and later passes only read it.
+                is_on_host = value.aval.memory_space == jax.memory.Space.Host
+                kind = f"{producer.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
+                buffer = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
                 column = f"{name}/{len(self.residuals)}"
-                self.residuals.append(_residual(split, value, producer, last_reader, name, column))
+                waiting = Waiting(column, name, producer.name[0], last_reader.name[0], buffer)
+                num_rows = shape.shape[0] if is_stacked else 1
+                self.residuals.append(_Residual(value, producer, last_reader, num_rows, is_on_host, waiting))
 
     def forward(
         self, buffers: Buffers, cell: State, weights: Tree, hoisted: Any, x: Tree, *extras: Tree
@@ -709,18 +713,6 @@ class _InPlacePasses:
                 gradient = jnp.asarray(self.split.plan.read(atom, env, buffers))
                 buffers[self.totals[i]] = _add_gradient(buffers[self.totals[i]], first_row, gradient)
         return buffers
-
-
-def _residual(split: TracedSplit, value: Value, producer: Pass, last_reader: Pass, part: str, column: str) -> _Residual:
-    shape = value.struct
-    is_stacked = split.plan.is_stacked(value)
-    # If a loop reads some rows of a buffer and writes others, the compiler copies the buffer. So the buffer's name
-    # contains the pass that writes it, and later passes only read it.
-    is_on_host = value.aval.memory_space == jax.memory.Space.Host
-    kind = f"{producer.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
-    buffer = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
-    waiting = Waiting(column, part, producer.name[0], last_reader.name[0], buffer)
-    return _Residual(value, producer, last_reader, shape.shape[0] if is_stacked else 1, is_on_host, waiting)
 
 
 def _empty_buffer(residual: _Residual, num_slots: int) -> Any:

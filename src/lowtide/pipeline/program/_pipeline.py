@@ -238,15 +238,14 @@ class Pipeline:
         return _refuse_differentiation(((loss, metrics), (grads["outer"], layer_grads)))
 
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
-        """Compute ``(loss, metrics)`` without a backward pass; arguments and errors are those of a call.
+        """Compute ``(loss, metrics)`` without a backward pass; arguments are those of a call.
 
-        A batch may have any number of rows. The rows of a microbatch are the batch's rows divided by the schedule's
-        number of microbatches, rounded up. Rows that remain form one more, smaller microbatch. Its mean is weighted by
-        `weight`, or by its number of rows without `weight`.
+        Errors are also those of a call, but leaves need no gradient, and a batch may have any positive number of rows.
+        The rows of a microbatch are the batch's rows divided by the schedule's number of microbatches, rounded up. Rows
+        that remain form one more, smaller microbatch. Its mean is weighted by `weight`, or by its number of rows
+        without `weight`.
         """
-        arrays = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
-        _refuse_different_rows(batch)
-        rows = arrays[0].shape[0] if arrays else self.schedule.num_microbatches
+        rows = _check_rows(batch) or self.schedule.num_microbatches
         # Rows of a microbatch, rounded up to a multiple of the parts into which its rows are sharded.
         size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
         num_full, num_even_rows = rows // size, rows - rows % size
@@ -301,8 +300,14 @@ class Pipeline:
             >>> report.weight_bytes, report.gradient_bytes
             (768, 768)
         """
-        shapes = jax.tree.map(_shape_struct, (outer, layers, batch))
+
+        def shape(leaf: Any) -> Any:
+            aval = jax.typeof(leaf)
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
+
+        shapes = jax.tree.map(shape, (outer, layers, batch))
         layer_layout, trainable, frozen = self._prepare(*shapes[:2])
+        check_differentiable(trainable)
         self._refuse_unshardable_rows(shapes[2])
         resident_arrays: list[ResidentArrays] = []
 
@@ -336,7 +341,7 @@ class Pipeline:
 
     def _refuse_unshardable_rows(self, batch: Tree) -> None:
         """Raise if the rows cannot be sharded, so that every device would compute all of them."""
-        _refuse_different_rows(batch)
+        _check_rows(batch)
         num_parts = self.schedule.num_microbatches * self._num_parts
         for path, leaf in leaves_with_paths(batch):
             if self._num_parts > 1 and jnp.ndim(leaf) and leaf.shape[0] % num_parts:
@@ -409,10 +414,11 @@ class Pipeline:
             trainable=shapes(trainable),
             frozen=shapes(frozen),
             batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
-            memory_limit=None if self.memory_limit is None else self.memory_limit * self._num_parts,
+            memory_limit=self.memory_limit,
             remat=self.remat,
             inputs_on_host=self.inputs == "host",
             batch_axes=self.batch_axes,
+            num_parts=self._num_parts,
             platform=_platform(self.mesh),
         )
 
@@ -494,7 +500,8 @@ def _refuse_differentiation(results: Tree) -> Tree:
     return jax.tree.map(lambda leaf: identity(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, results)
 
 
-def _refuse_different_rows(batch: Tree) -> None:
+def _check_rows(batch: Tree) -> int | None:
+    """Check that all leaves have the same positive number of rows, and return it; None if all are scalars."""
     rows: dict[int, str] = {}
     for path, leaf in leaves_with_paths(batch):
         if jnp.ndim(leaf):
@@ -505,6 +512,9 @@ def _refuse_different_rows(batch: Tree) -> None:
             f"batch leaves {name} and {other_name} have different numbers of rows, {num_rows} and {other_num_rows}",
             hint="give every leaf a row for each example, even if all rows are equal",
         )
+    if 0 in rows:
+        raise StructureError(f"batch leaf {rows[0]} has no rows", hint="leave out batches without examples")
+    return next(iter(rows), None)
 
 
 def _refuse_other_rows(layers: Tree, layer_layout: Layout) -> None:
@@ -513,12 +523,6 @@ def _refuse_other_rows(layers: Tree, layer_layout: Layout) -> None:
             got = f"{leaf.shape[0]}" if leaf.shape else "a scalar"
             problem = f"layers in the order of ranks must have {layer_layout.num_rows} rows, not {got}"
             raise StructureError(problem, hint="arrange them: layers = pipeline.arrange(layers)")
-
-
-def _shape_struct(leaf: Any) -> Any:
-    """Return the shape, dtype and sharding of an array."""
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
 
 
 def _is_raised_by_jax(error: BaseException) -> bool:

@@ -81,7 +81,8 @@ class Costs:
     """Time of actions and memory of stages, in any unit; one number, or (except `communication`) one for each stage.
 
     Raises:
-        ConfigError: for a time of a pass that is not above 0, another value below 0, or a value that is not finite.
+        ConfigError: for a time of a pass that is not above 0, another value below 0, a value that is not finite, or
+            several values for `communication`.
 
     Examples:
         >>> Costs(forward=1.0, weight=(0.5, 1.5)).of(Action(1, Kind.BACKWARD, 0))
@@ -111,7 +112,7 @@ class Costs:
             value = tuple(value) if isinstance(value, Sequence) else value
             object.__setattr__(self, field.name, value)
             above, least = (0, None) if field.name in ("forward", "input", "weight") else (None, 0)
-            for cost in value if isinstance(value, Sequence) else [value]:
+            for cost in value if isinstance(value, Sequence) and field.name != "communication" else [value]:
                 hint = "use any unit: Costs(forward=1.0, input=1.1, weight=0.9)"
                 check_number(field.name, cost, above=above, least=least, hint=hint)
 

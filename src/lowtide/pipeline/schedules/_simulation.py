@@ -177,11 +177,15 @@ def scan_makespan(schedule: Schedule, costs: Costs) -> float:
         schedule: gives the stages, the ranks and the number of microbatches; its order is not used.
         costs: time of passes and of transfers. The result has the same unit.
 
+    Raises:
+        ConfigError: for costs of another number of stages.
+
     Examples:
         >>> from lowtide.pipeline import schedule
         >>> scan_makespan(schedule("1f1b", num_stages=4, num_microbatches=8), Costs())
         33.0
     """
+    costs.refuse_other(schedule.num_stages)
     num_ticks = schedule.num_microbatches + schedule.num_ranks - 1
     transfer = costs.communication if schedule.num_ranks > 1 else 0.0
     total = 0.0
