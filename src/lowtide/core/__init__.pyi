@@ -55,6 +55,7 @@ from ._grad import value_and_grad as value_and_grad
 from ._linear import LinearWeight as LinearWeight
 from ._linear import RunningGradient as RunningGradient
 from ._linear import add_running as add_running
+from ._linear import check_matrix as check_matrix
 from ._linear import if_active as if_active
 from ._linear import linear as linear
 from ._linear import products_explained as products_explained
@@ -66,6 +67,7 @@ from ._models import LayerStack as LayerStack
 from ._models import ModelObject as ModelObject
 from ._models import StackShapes as StackShapes
 from ._models import hidden_in_groups as hidden_in_groups
+from ._models import is_loss as is_loss
 from ._models import is_own_name as is_own_name
 from ._models import is_recomputed as is_recomputed
 from ._models import is_stacked as is_stacked

@@ -114,10 +114,15 @@ def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "
     return look_up(ids)
 
 
-def _product(x: Array, weight: Array) -> Array:
+def check_matrix(weight: Any) -> None:
+    """Raise `StructureError` unless a weight is one matrix."""
     if weight.ndim != 2:
         hint = "multiply by one layer of a stack at a time, under jax.lax.scan or jax.vmap"
         raise StructureError("a product needs one matrix [out, in]", got=f"shape {list(weight.shape)}", hint=hint)
+
+
+def _product(x: Array, weight: Array) -> Array:
+    check_matrix(weight)
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 

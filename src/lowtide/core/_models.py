@@ -164,8 +164,7 @@ class LayerStack:
         h = jax.eval_shape(self.first, outer, batch)
         _check_block(h, jax.eval_shape(self.block, layer, h, batch))
         result: Any = jax.eval_shape(self.last, outer, h, batch)
-        loss: Any = result[0] if isinstance(result, tuple) and len(result) == 2 else None
-        if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        if not (isinstance(result, tuple) and len(result) == 2 and is_loss(result[0])):
             problem, got = "the last function of the stack does not return a loss", _format_types(result)
             expected = "(loss, metrics), where loss is a floating-point scalar, and metrics may be {}"
             raise StructureError(problem, expected=expected, got=got)
@@ -242,6 +241,12 @@ class _Unquoted(str):
 
 def _format_types(tree: Any) -> str:
     return str(jax.tree.map(lambda leaf: _Unquoted(f"{leaf.dtype}{list(leaf.shape)}"), tree))
+
+
+def is_loss(value: Any) -> bool:
+    """Return whether a value is a floating-point scalar: a Python float, an array, a tracer or a shape."""
+    is_number = isinstance(value, float) or hasattr(value, "dtype")
+    return is_number and jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
 INTERNAL_PREFIX = "_lowtide/"

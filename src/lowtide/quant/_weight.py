@@ -25,6 +25,7 @@ from ..core import (
     ConfigError,
     StructureError,
     check_choice,
+    check_matrix,
     is_count,
     lookup_sharding,
     shardings_of,
@@ -209,9 +210,7 @@ class QuantizedWeight:
             In addition to the result, at most one matrix in the dtype of `x`, in the forward and in the backward pass.
             Between the passes, only this node is kept.
         """
-        if self.ndim != 2:
-            hint = "multiply by one layer of a stack at a time, under jax.lax.scan or jax.vmap"
-            raise StructureError("a product needs one matrix [out, in]", got=f"shape {list(self.shape)}", hint=hint)
+        check_matrix(self)
         return _product(x, _stop_gradient(self), "linear")
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:

@@ -31,6 +31,7 @@ from ..core import (
     check_differentiable,
     check_type,
     combine,
+    is_loss,
     leaves_with_paths,
     partition,
     products_explained,
@@ -454,7 +455,7 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
     elif has_mutable and is_training:
         problem = "the loss function must return (loss, metrics, model), because some leaves of the model are mutable"
         raise StructureError(problem, hint="return the model with its new batch statistics, or leave `mutable` out")
-    if len(parts) != 2 or not isinstance(parts[1], dict) or not _is_loss(parts[0]):
+    if len(parts) != 2 or not isinstance(parts[1], dict) or not is_loss(parts[0]):
         returned = jax.tree.map(describe, result, is_leaf=lambda x: x is None)
         raise StructureError(
             f"the loss function must return a floating-point scalar, or (scalar, {{name: scalar}}), not {returned}",
@@ -470,11 +471,6 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
         if shape != () or not is_real:
             raise StructureError(f"metric {name!r} must be a real scalar, not {describe(value)}")
     return parts[0], parts[1], arrays
-
-
-def _is_loss(value: Any) -> bool:
-    is_number = isinstance(value, float) or hasattr(value, "dtype")
-    return is_number and jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
 def describe(leaf: Any) -> str:
