@@ -371,6 +371,8 @@ class TestBadFiles:
         ],
     )  # fmt: skip
     def test_unsupported_options(self, directory, option, value):
+        edit_config(directory, bias=None)
+        lora.load(decoder(), directory)
         edit_config(directory, **{option: value})
         self.refuse(directory, rf"option '{option}' is not supported(.|\n)*got: {option}=")
 

@@ -161,6 +161,8 @@ def test_what_is_refused(options: Any, message: str) -> None:
 def test_what_loftq_refuses() -> None:
     with pytest.raises(ConfigError, match=r"LoftQ computes the initial factors"):
         lora.loftq(base(), lora.Config(rank=2, targets="w", dora=True), key=KEY)
+    with pytest.raises(ConfigError, match=r"config must be a lt.lora.Config, not IA3Config"):
+        lora.loftq(base(), lora.IA3Config(targets="w"), key=KEY)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"num_steps"):
         lora.loftq(base(), lora.Config(rank=2, targets="w"), key=KEY, num_steps=0)
     with pytest.raises(StructureError, match=r"w: is already quantised"):

@@ -1,9 +1,9 @@
 """Evaluate any function with weights that are not arrays: weights with adapters, quantised weights, and probes.
 
-A node in place of a weight multiplies itself (`core.LinearWeight`), through `core.linear` or Python's ``@``. Most
+A node in place of a weight has its own product (`core.LinearWeight`), which `core.linear` and Python's ``@`` call. Most
 programs use neither: Flax and Keras call `jax.lax.dot_general`, others `jnp.einsum`. So the function is traced with
-arrays in place of the nodes, and its program is evaluated with the nodes, one operation at a time. A `Probe` records
-how the function uses a weight, so that each weight gets a suitable adapter before anything runs.
+arrays in place of the nodes, and its program is evaluated with the nodes, one operation at a time. A `Probe` in place
+of a weight records how the function uses it, so that `lora.add` can choose a suitable adapter.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ import numpy as np
 from ..core import LinearWeight, StructureError, is_array_like, is_key, leaves_with_paths, linear
 from ..jaxprs import Kind, bodies, equations, fold, kind_of, make_jaxpr, runner, scan_counts, source_line
 
-# A product with a weight calls the node's own product. An operation that only moves a weight (a transposition, a cast,
-# a slice of a stack, a constant of a loop) moves the node. Any other operation is refused with the source line that
-# does it. W + BA is never materialised.
-#
-# docs/internals/adapters.md compares this with Quax and Qwix.
-#
-# Known inefficiency: the function is traced twice. Inner `jax.jit`s that hold a weight are inlined.
+# A product with a weight calls the node's product. An operation that only moves a weight (a transposition, a cast, a
+# slice of a stack, a constant of a loop) moves the node. Any other operation raises, with its source line. W + B A is
+# never materialised. docs/internals/adapters.md compares this with Quax and Qwix. Known inefficiency: the function is
+# traced twice. Inner `jax.jit`s that get a weight are inlined.
 
 
 def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that multiplies by arrays accept weights with adapters, or quantised ones, in their place.
+    """Make a function accept weights with adapters, or quantised weights, in place of arrays.
 
     Models that multiply through `lowtide.core.linear` or ``@`` do not need it. All others do: those of Flax and Keras,
     and functions that call `jnp.einsum` or `jax.lax.dot_general`.
@@ -41,9 +38,8 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
             table lookups (with the adapters that `lt.lora.add(..., fn=)` makes for them). It may transpose and cast
             them, and take layers of a stack. It may close over them in `jax.lax.scan`, `fori_loop`, `cond`,
             `jax.checkpoint` and `jax.jit`, and scan over their layers. `jax.vmap` and differentiation work, too. The
-            precision and the output sharding (`out_sharding`) of a product also apply to the products with factors. A
-            `jax.shard_map` goes around, as in ``jax.shard_map(lt.adapted(fn), ...)``: no weight may enter one inside
-            `fn`.
+            precision and the output sharding (`out_sharding`) of a product also apply to the products with factors. No
+            weight may enter a `jax.shard_map` inside `fn`: write ``jax.shard_map(lt.adapted(fn), ...)``.
 
     Returns:
         A function of the same arguments, in which `LoRAWeight` and other nodes may stand for arrays. Without any node
@@ -52,13 +48,12 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         StructureError: when called, for any other operation on such a weight, with its path and the source line. Also
-            for a node that lacks its factors, as in one half of a partition.
+            for a node that lacks its factors, as after `lowtide.partition`.
 
     Memory:
         That of `fn`. The factors of an adapter are applied one after the other and never multiplied together.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> import lowtide as lt
         >>> def model(params, x):
         ...     return jnp.einsum("...i,io->...o", x, params["kernel"])
@@ -70,7 +65,7 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # A `SavedWeight` is an array to the program: its trained copy.
+        # The program gets the trained copy of a `SavedWeight`, an array.
         unwrap = lambda leaf: leaf.folded() if hasattr(leaf, "lora_saved") else leaf  # noqa: E731
         args, kwargs = jax.tree.map(unwrap, (args, kwargs), is_leaf=_is_node)
         if not any(map(_is_node, jax.tree.leaves((args, kwargs), is_leaf=_is_node))):
@@ -132,7 +127,7 @@ def is_weight(node: Any) -> bool:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["num_axes", "uses"])
 @dataclasses.dataclass(frozen=True)
 class Probe(WrappedWeight):
-    """An array that records the operations that use it."""
+    """A node in place of a weight that records the operations that use it."""
 
     weight: Any
     num_axes: int
@@ -151,17 +146,17 @@ class _UseSet(set[Use]):
 
 
 def _is_kernel(node: Any) -> bool:
-    """Return whether a weight has two groups of axes, [*stack, *m, *n], as `lora.LoRAKernel` has.
+    """Return whether a node has two groups of axes, [*stack, *m, *n], as `lora.LoRAKernel` has.
 
     Such a node has the numbers of axes `ndim`, `num_stacked`, `num_rows` and `num_columns`, and two methods.
-    ``transposed(order)`` returns None where the order mixes the groups. ``through`` computes a function that is linear
+    ``transposed(order)`` returns None if the order mixes the groups. ``through`` computes a function that is linear
     in the weight.
     """
     return hasattr(node, "through") and hasattr(node, "num_rows")
 
 
 class _Weight(NamedTuple):
-    """A node that stands for a value of the program."""
+    """A node that stands for a value of the traced program."""
 
     node: Any
     path: str
@@ -186,9 +181,9 @@ def probe(leaf: Any) -> Probe:
 
 
 def uses(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[set[Use]]:
-    """Find how a function uses weights, from arrays or shapes with a `Probe` in place of each weight in question.
+    """Return how a function uses each `Probe` among its arguments; the other arguments are arrays or shapes.
 
-    Returns the set of uses of each probe, in the order of the leaves; empty where the function does not use it. An
+    The result has the set of uses of each probe, in the order of the leaves; empty if the function does not use it. An
     operation that no adapter supports raises `StructureError` with the path and the source line.
     """
     traced = _TracedProgram(fn, args, kwargs)
@@ -240,12 +235,12 @@ def _is_node(leaf: Any) -> bool:
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Return whether a leaf is an array; Python and NumPy scalars are not traced, so `if` and shapes can use them."""
+    """Return whether a leaf is an array to trace. Python and NumPy scalars are not, so `if` and shapes can use them."""
     return is_array_like(leaf) and not isinstance(leaf, (bool, int, float, complex, np.generic))
 
 
 def _abstract_value(leaf: Any) -> Any:
-    """Return the stand-in for a leaf while the function is traced: for a node its shape and dtype."""
+    """Return what replaces a leaf while the function is traced; for a node its shape and dtype."""
     if not _is_node(leaf):
         return leaf
     fields = getattr(type(leaf), "__dataclass_fields__", {})
@@ -294,7 +289,7 @@ def _evaluate_eqn(eqn: Any, operands: list[Any]) -> Sequence[Any]:
 
 
 def _unwrap_weights(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Take the nodes out of weights, for a JAX transformation; also return the function that puts them back."""
+    """Replace each `_Weight` by its node, for a JAX transformation; also return the function that reverses this."""
     weights = [value if isinstance(value, _Weight) else None for value in values]
 
     def rewrap(nodes: Sequence[Any]) -> list[Any]:
@@ -304,7 +299,7 @@ def _unwrap_weights(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequenc
     return [value.node if isinstance(value, _Weight) else value for value in values], rewrap
 
 
-# Rules for operations that hold programs.
+# Rules for operations that contain programs.
 
 
 def _remat(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
@@ -391,12 +386,12 @@ _NESTED: dict[Kind, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
     Kind.SCAN: _scan,
     Kind.WHILE: _while,
 }
-"""Rules for operations that hold programs. Products with a custom derivative (`jax.custom_vjp`, `jax.custom_jvp`) are
-refused, because the node's product has another derivative."""
+"""Rules for operations that contain programs. Functions with a custom derivative (`jax.custom_vjp`, `jax.custom_jvp`)
+are refused, because the node's product has another derivative."""
 
 
 def _record_use(eqn: Any, operands: Sequence[Any], index: int) -> Sequence[Any] | None:
-    """Record a use of the probe ``operands[index]`` and compute the operation; None where it is not a use."""
+    """Record a use of the probe ``operands[index]`` and compute the operation; None if it is not a use."""
     recognize = _RECOGNIZERS.get(eqn.primitive.name)
     weight = operands[index]
     node: Probe = weight.node
@@ -408,7 +403,7 @@ def _record_use(eqn: Any, operands: Sequence[Any], index: int) -> Sequence[Any] 
     num_stacked = usage.num_stacked + node.num_axes - node.ndim
     node.uses.add(usage._replace(num_stacked=num_stacked, over_rows=usage.over_rows != weight.is_transposed))
     array = node.weight.mT if weight.is_transposed else node.weight
-    array = array.astype(eqn.invars[index].aval.dtype)  # a cast leaves the node as it is
+    array = array.astype(eqn.invars[index].aval.dtype)  # the program may have cast the weight
     return runner(eqn)(*(array if i == index else value for i, value in enumerate(operands)))
 
 
@@ -423,8 +418,7 @@ def _product_use(eqn: Any, node: Probe, index: int) -> Use | None:
         return Use(num_stack, len(axes), num_axes - len(axes), True, True)
     if num_axes > len(axes) and axes == list(range(node.ndim - len(axes), node.ndim)):
         return Use(num_stack, num_axes - len(axes), len(axes), True, False)
-    # The contracted axis is the second-last, and axes before it are free: a stack whose matrices all multiply the same
-    # array.
+    # The second-last axis is contracted, and axes before it are free: a stack of matrices multiplies one array.
     is_matrix = len(axes) == 1 and axes[0] >= node.ndim - 2 > 0
     return Use(node.ndim - 2, 1, 1, True, axes[0] == node.ndim - 2) if is_matrix else None
 
@@ -456,8 +450,8 @@ _RECOGNIZERS = {
 """Functions that recognise a use of a weight, by primitive name. Other operations move the weight, or are refused."""
 
 
-# Rules for operations that hold no program. A rule takes an operation and its operands. It returns the results, or None
-# where the operation is not supported for weights. These rules move a weight.
+# Rules for operations that contain no program. A rule takes an operation and its operands. It returns the results, or
+# None if it does not support the operation. These rules move a weight.
 
 
 def _identity(eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -499,7 +493,7 @@ def _cast(eqn: Any, weight: _Weight) -> _Weight | None:
 
 
 def _is_rounded(node: Any, dtype: Any) -> bool:
-    """Return whether the program has rounded a weight: its `dtype` there cannot hold all values of the node's dtype."""
+    """Return whether `dtype`, to which the program has cast a weight, cannot hold all values of the node's dtype."""
     return jnp.promote_types(node.dtype, dtype) != dtype
 
 
@@ -538,7 +532,7 @@ def _dynamic_slice(eqn: Any, weight: _Weight, *starts: Any) -> Any:
 
 
 def _squeeze_layer(eqn: Any, weight: _Weight) -> _Weight | None:
-    """Take the one layer out of a stack of one, for `squeeze` and for a `reshape` with the same effect."""
+    """Take the layer out of a stack of one layer, for `squeeze` and for a `reshape` with the same effect."""
     is_one = _num_stacked(weight.node) and weight.shape == (1, *eqn.outvars[0].aval.shape)
     return weight._replace(node=jax.tree.map(lambda leaf: leaf[0], weight.node)) if is_one else None
 
@@ -567,7 +561,9 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     supports_rmatmul = hasattr(node, "__rmatmul__") and getattr(node, "is_plain", True)
     if over_rows and not _is_kernel(node) and not supports_rmatmul:
         message = f"{weight.path}: the model multiplies by this weight as [in, out], at {_line_of(eqn)}"
-        hint = "store it as [out, in], which DoRA, (IA)³, VeRA and dropout need, or use plain LoRA without dropout"
+        suffix = "" if getattr(node, "dropout_key", None) is None else " with dropout"
+        kind = f"{getattr(node, 'kind', type(node).__name__)}{suffix}"
+        hint = f"store it as [out, in], which {kind} needs, or use plain LoRA without dropout"
         raise StructureError(message, got=f"a {type(node).__name__}{list(node.shape)}", hint=hint)
     pairs = tuple((axis - num_stack, x_axis) for axis, x_axis in zip(weight_axes, x_axes, strict=True))
     product = _Product(pairs, over_rows, bool(index))
@@ -575,7 +571,7 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _multiply(eqn: Any, weight: _Weight, index: int, run: Callable[[Any, Any], Any], x: Any) -> Any:
-    """Multiply by a node with the precision and the output sharding of the program's product, in the widest dtype."""
+    """Multiply by a node with the precision and the output sharding of the program's product, in its widest dtype."""
     sharding, precision = eqn.params.get("out_sharding"), _precision_name(eqn, weight.path)
     weight_dtype, out_dtype = eqn.invars[index].aval.dtype, eqn.outvars[0].aval.dtype
     try:
@@ -602,7 +598,7 @@ def _multiply(eqn: Any, weight: _Weight, index: int, run: Callable[[Any, Any], A
 
 
 def _precision_name(eqn: Any, path: str) -> Any:
-    """Return the name that `jax.default_matmul_precision` has for a precision; refuse others and unreduced results."""
+    """Return a product's precision for `jax.default_matmul_precision`; raise for others and for unreduced results."""
     precision: Any = eqn.params["precision"]
     spec: Any = getattr(eqn.params.get("out_sharding"), "spec", None)
     is_reduced = spec is None or not spec.unreduced
@@ -629,7 +625,7 @@ def _round_base(eqn: Any, path: str, node: Any, dtype: Any) -> Any:
         return jax.lax.stop_gradient(node.dense(dtype))
     base: Any = getattr(node, "weight", None)
     fields = getattr(type(node), "__dataclass_fields__", {})
-    # A node of another kind may hold its weight in another form, such as transposed.
+    # A node of a class outside of Lowtide may hold its weight in another form, such as transposed.
     is_whole = hasattr(base, "dtype") and (tuple(base.shape), base.dtype) == (tuple(node.shape), node.dtype)
     if "weight" not in fields or not is_whole:
         message = f"{path}: the model rounds this weight to {dtype}, and multiplies in a wider dtype"
@@ -639,7 +635,7 @@ def _round_base(eqn: Any, path: str, node: Any, dtype: Any) -> Any:
 
 
 def _line_of(eqn: Any) -> str:
-    """Return the source line, in the traced function, of an operation or of the first one inside it."""
+    """Return the source line, in the traced function, of an operation, or else of the first operation inside it."""
     inner_eqns = (inner for body in bodies(eqn) for inner in equations(body.jaxpr))
     return next(filter(None, (source_line(candidate, own=True) for candidate in (eqn, *inner_eqns))), "an unknown line")
 
@@ -651,7 +647,7 @@ class _Product(NamedTuple):
     """
 
     pairs: tuple[tuple[int, int], ...]
-    """Contracted axes: of the weight without its stack, and of the activations."""
+    """Pairs of contracted axes: of the weight, counted after its stack, and of the activations."""
     over_rows: bool
     """Whether the contracted axes are m of a weight [*stack, *m, *n], or n."""
     is_right: bool
@@ -660,16 +656,14 @@ class _Product(NamedTuple):
     def apply(self, node: Any, x: Any, stack: tuple[int, ...]) -> Any:
         """Multiply; `stack` lists the batch axes of `x`, in the order of the weight's leading axes."""
         if stack:
-            # One batch axis at a time: `vmap` over the weight's first axis and the matching axis of `x`, which shifts
-            # the others.
+            # Map over one batch axis at a time, which shifts the later axes of `x`.
             batch_axis, remaining_stack = stack[0], tuple(i - (i > stack[0]) for i in stack[1:])
             pairs = tuple((weight_axis, axis - (axis > batch_axis)) for weight_axis, axis in self.pairs)
             unstacked = self._replace(pairs=pairs)
             return jax.vmap(lambda layer, y: unstacked.apply(layer, y, remaining_stack), (0, batch_axis))(node, x)
         out_axis = x.ndim - len(self.pairs) if self.is_right else 0
         if _num_stacked(node):
-            # A stack that is no batch axis: each matrix multiplies the same `x`, and the stack is a free axis of the
-            # weight.
+            # The stack is a free axis of the weight, not a batch axis: each matrix multiplies the same `x`.
             return jax.vmap(lambda layer: self.apply(layer, x, ()), out_axes=out_axis)(node)
         if _is_kernel(node):
             run = lambda kernel: self._apply_dense(kernel, x, node.num_rows)  # noqa: E731
@@ -719,7 +713,7 @@ def _lookup_rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     if isinstance(indices, _Weight) or not _is_row_gather(eqn, weight.shape) or not _is_table(weight):
         return None
     node, out, row_axis = weight.node, eqn.outvars[0].aval, numbers.offset_dims[0]
-    num_row_axes = 1 - len(numbers.collapsed_slice_dims)  # 1 where the row's axis stays, with size one
+    num_row_axes = 1 - len(numbers.collapsed_slice_dims)  # 1 if the axis of rows stays, with size 1
 
     def run(table: Any) -> Any:
         options = {name: params[name] for name in ("unique_indices", "indices_are_sorted", "mode", "fill_value")}
@@ -740,7 +734,7 @@ def _is_row_slice(eqn: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _is_row_gather(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a `gather` takes whole rows along the first axis, and fills none except with zeros or NaN."""
+    """Return whether a `gather` takes whole rows of the first axis, and fills missing rows only with zeros or NaN."""
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     # A `fill_value` of None means NaN. Another value would fill rows of a factor, and the other factor would scale it.
     mode, fill = eqn.params["mode"], eqn.params["fill_value"]
@@ -771,5 +765,4 @@ _RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
     "copy_p": _identity,
     "optimization_barrier": _identity,
 }
-"""Rules for operations that hold no program, by primitive name. A result of None means that the operation is
-refused."""
+"""Rules for operations that contain no program, by primitive name. A result of None refuses the operation."""

@@ -1,8 +1,8 @@
 """Several adapters of one base: attach them one at a time, undo a merge, or combine them into one.
 
-An adapter without a base is the model's tree with nodes that have no weight, and None elsewhere. `split` and `attach`
-copy no arrays. A function compiled for one adapter also serves others with the same ranks, alphas and targets. A
-combined adapter is merged and rounded only once.
+An adapter without a base is a tree like the model, with nodes without a weight, and None for all other leaves.
+`split` and `attach` copy no arrays. A function compiled for one adapter also serves others with the same ranks, alphas
+and targets. A combined adapter is merged and rounded only once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def split(model: Tree) -> tuple[Tree, Tree]:
         model: a model with adapters.
 
     Returns:
-        The adapter, a tree of its arrays alone that `attach` puts onto a base; and the base, as `disable` returns it.
+        The adapter, which `attach` puts onto a base, and the base, which is the result of `disable`.
 
     Raises:
         StructureError: when there is no adapter.
@@ -44,7 +44,6 @@ def split(model: Tree) -> tuple[Tree, Tree]:
         No copy.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from lowtide.adapters.lora import LoRAWeight
         >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
         >>> adapter, base = split({"w": node, "b": jnp.zeros(2)})
@@ -60,21 +59,20 @@ def attach(base: Tree, adapter: Tree) -> Tree:
     """Put an adapter onto a base; this also works inside `jax.jit`, with both as arguments.
 
     Args:
-        base: a model without adapters: an array, a shape, or a quantised weight wherever the adapter has a node.
+        base: a model without adapters. Weights that get an adapter are arrays, shapes or quantised weights.
         adapter: the first result of `split`, for a model of this base.
 
     Returns:
         The model with the adapter.
 
     Raises:
-        StructureError: when the base has an adapter, the adapter is of another model, or the adapter of a kernel meets
-            a quantised weight.
+        StructureError: when the base has an adapter, or the adapter belongs to another model. Also for a `LoRAKernel`,
+            as of a convolution, on a quantised weight.
 
     Memory:
         No copy.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from lowtide.adapters.lora import LoRAWeight
         >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
         >>> adapter, _ = split({"w": node})
@@ -122,15 +120,14 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
         The model before the merge, up to the rounding of both steps (in bfloat16 up to two units in the last place).
 
     Raises:
-        StructureError: for a variant such as DoRA, whose directions are not those of the merged weights, and for an
-            array that trained as a whole, whose old values are gone; and when the adapter is of another model.
+        StructureError: for a variant such as DoRA, because merging rescales the rows of W + B A. For an array that
+            trained as a whole, because merging drops its old values. Also when the adapter belongs to another model.
         NonFiniteError: when a weight has a value that is not finite, such as where (IA)³ scaled by zero.
 
     Memory:
-        As `merge`: a new array for each adapted weight; the given model is not changed.
+        As `merge`: a new array for each adapted weight. `model` is not changed.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from lowtide.adapters.lora import LoRAWeight, merge
         >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
         >>> unmerge(merge({"w": node}), split({"w": node})[0])["w"].tolist()
@@ -146,7 +143,7 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
 
 
 def _fits(node: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether the leaves of an adapter have the axes of a weight."""
+    """Return whether the shapes of an adapter's leaves fit a weight of this shape."""
     if any(getattr(node, name, None) is None for name in node.REQUIRED_LEAVES[1:]):
         return False
     if isinstance(node, SavedWeight):
@@ -172,27 +169,28 @@ def _fits(node: Any, shape: tuple[int, ...]) -> bool:
 
 
 def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
-    """Make one model of several that have different adapters on the same base: the weighted sum of their corrections.
+    """Combine models with one base and different adapters into one model, with the weighted sum of their corrections.
 
-    The factors are concatenated, so the rank of a weight is the sum of its ranks, and no product is computed.
+    The factors A and B are concatenated along the rank, so the ranks of a weight add up. B A is not computed.
 
     Bases that are not the same arrays are compared. Shapes and dtypes of all arrays must be equal. Values must be equal
-    for weights below an adapter of any of the models, and for all floating-point arrays of two or more axes. NaN equals
-    NaN. Other arrays are taken from the first model (norms, biases and running statistics that are not stacked,
-    counters, random keys). So are leaves that are not arrays.
+    for weights with an adapter in any of the models, and for all floating-point arrays of two or more axes. NaN equals
+    NaN. Values that are unknown under `jax.jit` are not compared, nor are arrays of different shardings that another
+    process holds in part. Other arrays (norms, biases and running statistics that are not stacked, counters, random
+    keys) are taken from the first model. So are leaves that are not arrays.
 
     Args:
         models: models of one base, each with its adapters, such as `load` returns for several directories.
-        weights: a factor for each model's corrections; None: 1 for each.
+        weights: a factor for the corrections of each model; None means 1 for each.
 
     Returns:
         A model with adapters on every weight that has one in any of the models; the base is that of the first.
 
     Raises:
         ConfigError: when there are no models, or `weights` does not hold one number per model.
-        StructureError: when the models have different bases, or an adapter is incomplete. Also when several models have
-            adapters that are not sums, such as DoRA, or when the kinds or kernels of one weight cannot be added up.
-            Values that are unknown under `jax.jit`, and arrays that another process holds in part, are not compared.
+        StructureError: when the models have different bases, or an adapter is incomplete. For adapters that are not
+            sums, such as DoRA and (IA)³, unless there is only one model, of weight 1. Also when adapters of one weight
+            cannot be added, because their kinds or groups of axes differ.
 
     Memory:
         A copy of the adapters, in the dtype of their factors; the base is not copied.
@@ -222,8 +220,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         if types == {SavedWeight}:
             if [scale for _, scale in terms] == [1.0]:
                 return make_saved(base, terms[0][0].lora_saved)
-            # The weighted sum of the changes, as for factors: a copy is not a correction, its difference from the base
-            # is.
+            # Sum the differences from the base, because a `SavedWeight` holds a full copy and not a correction.
             values = jnp.asarray(base, jnp.float32)
             return make_saved(base, values + sum(scale * (node.lora_saved - values) for node, scale in terms))
         if types & {LoRAKernel, SavedWeight}:
@@ -263,7 +260,7 @@ def _check_models(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
 
 
 def _check_base(path: str, base: Any, next_base: Any, *, is_adapted: bool) -> None:
-    """Check that a leaf is the same in two models, of which one may have an adapter on it (`is_adapted`)."""
+    """Check that a leaf is the same in two models, of which any may have an adapter on it (`is_adapted`)."""
     if base is next_base or not (hasattr(base, "shape") or hasattr(next_base, "shape")):
         return
     kinds = [_describe(leaf) for leaf in (base, next_base)]
@@ -285,7 +282,7 @@ def _describe(leaf: Any) -> str:
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two arrays are equal, or True where that cannot be known."""
+    """Return whether two arrays are equal; True if a tracer, a shape or another process hides the values."""
     unknown = (jax.core.Tracer, jax.ShapeDtypeStruct)
     if first is second or isinstance(first, unknown) or isinstance(second, unknown):
         return True

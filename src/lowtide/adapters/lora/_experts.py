@@ -115,7 +115,7 @@ def _set_wrappers(chosen: Sequence[Parameter]) -> list[Parameter]:
 
 
 def written_parameters(model: Tree) -> list[Parameter]:
-    """Return the adapted parameters to write as `target_parameters`: their experts are no external modules."""
+    """Return the adapted parameters to write as `target_parameters`, because their experts are not external modules."""
     return _set_wrappers([item for item in expert_parameters(model) if item.is_transposed and is_adapted(item)])
 
 
@@ -178,7 +178,7 @@ def is_adapted(parameter: Parameter) -> bool:
 
 
 def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
-    """Return the parameters in `target_parameters`; raise if some layers are missing, or in `modules_to_save`, too."""
+    """Return the parameters in `target_parameters`, which must name all layers, and nothing in `modules_to_save`."""
     entries: Sequence[str] = config.file.target_parameters or () if config.is_lora else ()
     parameters = expert_parameters(model)
     all_names = [name for parameter in parameters for name in parameter.names]

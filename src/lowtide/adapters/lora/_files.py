@@ -1,9 +1,8 @@
 """Write adapters in PEFT's format, and read adapters that PEFT wrote.
 
-An adapter of an embedding [V, D], a table whose rows are looked up, is a `LoRAWeight` with A [r, D] and B [V, r]. A row
-of the result is the row of W plus scaling times the row of B A. PEFT calls Bᵀ ``lora_embedding_A`` [r, V] and Aᵀ
-``lora_embedding_B`` [D, r].
-If PEFT adapts an embedding or a head, it also writes the frozen weight to the file; here it has to equal the model's.
+An adapter of an embedding [V, D], whose rows are looked up, is a `LoRAWeight` with A [r, D] and B [V, r]. PEFT calls Bᵀ
+``lora_embedding_A`` [r, V] and Aᵀ ``lora_embedding_B`` [D, r]. If an embedding or a head has an adapter, PEFT also
+writes its frozen weight to the file. `load` checks that this weight equals that of the model.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ def save(
     Stacked adapters are written as one module per layer. Module names come from the model's ``external_name``
     (`lowtide.core.ExternalNames`), otherwise from the tree path with dots. Ranks and alphas that differ between modules
     go into `rank_pattern` and `alpha_pattern`. Kernels in PyTorch's order are written as PEFT's convolutions. Other
-    kernels are written as they are, and only `load` reads them. Experts that are one parameter elsewhere, without
-    modules, are written as `target_parameters`.
+    kernels are written as they are, and only `load` reads them. Experts that are one parameter in the external library
+    are written as `target_parameters`.
 
     Args:
         model: a model with adapters.
@@ -103,8 +102,8 @@ def save(
         task_type: PEFT's name of the kind of model; None makes it a plain `PeftModel`.
 
     Raises:
-        StructureError: when there is no adapter, it is abstract, two modules have one name, or adapters are of several
-            kinds.
+        StructureError: when there is no adapter, one has shapes without values, two modules have the same name, or
+            adapters are of several kinds.
         OutputError: when the folder cannot be written; nothing half-written remains.
 
     Memory:
@@ -154,7 +153,7 @@ def save(
             ends = kind.tensor_suffixes(site.node.variants, table=name in tables)
             for leaf, key in tensor_keys(name, ends).items():
                 values = leaves[leaf]
-                if stacked := len(site.weight.shape) - 2:  # number of leading axes: layers, and experts of each
+                if stacked := len(site.weight.shape) - 2:  # number of leading axes: layers and experts
                     values = values.reshape(-1, *values.shape[stacked:])[layer]
                 values = values[tuple(slice(rank if axis == "rank" else None) for axis in site.node.AXES[leaf])]
                 values = values.T if name in tables else values
@@ -168,7 +167,7 @@ def save(
     config = describe(entries, modules, kind, options, parameters)
     config |= parameter_patterns(model, config)
     if ignored := "|".join(getattr(model, "ignored_modules", ())):
-        if kind.peft_type == "VERA":  # PEFT 0.21 ignores `exclude_modules` of VeRA, but matches a text as an expression
+        if kind.peft_type == "VERA":  # PEFT 0.21 ignores its `exclude_modules`, so an expression excludes modules
             names = config["target_modules"]
             names = names if isinstance(names, str) else rf"(.*\.)?({'|'.join(map(re.escape, names))})"
             config["target_modules"] = rf"(?!.*\b({ignored})\b)({names})"
@@ -184,9 +183,9 @@ def save(
 def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """Give a model the adapters of a directory that `save` or PEFT wrote.
 
-    It reads LoRA with its variants, (IA)³ and VeRA, with rank and alpha patterns, and with layers that have no adapter.
-    It reads LoRA of experts as modules and as one parameter (`target_parameters`). It also reads arrays that trained as
-    a whole (`modules_to_save`, biases), and embeddings that PEFT resized. Training can continue from loaded adapters.
+    It reads LoRA with its variants, (IA)³ and VeRA, also with patterns for rank and alpha, and if some layers have no
+    adapter. It reads LoRA of experts as modules and as one parameter (`target_parameters`). It also reads arrays that
+    trained as a whole (`modules_to_save`, biases), and embeddings that PEFT resized. Loaded adapters can train further.
 
     Args:
         model: the base model, or one that has adapters of the same kinds and ranks on the same modules, whose values
@@ -254,8 +253,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             unadapted = [site for site in by_index.values() if site.index in names and site.index not in chosen]
             tables = _stored_tables(model, {names[site.index][0]: site for site in unadapted}, keys - expected)
             expected |= {*bases, *tables}
-            # Names are compared before any tensor is read. A tensor that nothing expects would otherwise be ignored
-            # silently.
+            # Compare names before reading tensors: a tensor that nothing expects would be ignored silently.
             _check_keys(path, keys, expected | {*(config.kind.shared_tensors if expected else ())})
             shared = config.kind.read_shared(file, config)
             nodes: dict[int, Any] = {}
@@ -280,13 +278,13 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
 
 
 def check(directory: str | os.PathLike[str]) -> None:
-    """Check from the configuration of an adapter alone whether `load` supports it.
+    """Check whether `load` supports an adapter, from its configuration alone.
 
     Args:
         directory: the folder with `adapter_config.json`.
 
     Raises:
-        ModelFileError: when it is damaged, or has an unsupported option, as in `load`.
+        ModelFileError: when the file is damaged, or has an unsupported option, as in `load`.
     """
     require_extra("finetune")
     read_config(Path(directory))
@@ -296,13 +294,10 @@ def check_names(model: Tree) -> None:
     """Check, before training, that `save` has a name for every adapter.
 
     Args:
-        model: a model with adapters; shapes are enough.
+        model: a model with adapters; its leaves may be shapes.
 
     Raises:
-        StructureError: for an adapter that PEFT's files have no place for.
-
-    Memory:
-        None.
+        StructureError: for an adapter that PEFT's format cannot store.
     """
     adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
     for parameter in expert_parameters(model):
@@ -336,7 +331,7 @@ def _refuse_duplicate(site: Site, name: str, entries: Mapping[str, Any]) -> None
 
 
 def _names_by_site(model: Tree) -> dict[int, list[str]]:
-    """Return the external names, one per layer, of every site that can have an adapter and has such names."""
+    """Return the external names, one per layer, of every site that has them and can have an adapter."""
     names: dict[int, list[str]] = {}
     for site in sites(model):
         if site.is_matrix or site.is_experts:
@@ -348,9 +343,9 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
 
 
 def _adapter_mask(names: Sequence[str], config: PeftConfig, keys: set[str], site: Site) -> list[bool]:
-    """Return, for each layer of a weight and each expert of a layer, whether the directory adapts it."""
+    """Return whether files have an adapter for each layer of a weight, and for each expert of a layer."""
     mask = [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
-    # Experts that are one parameter in PEFT have no modules, but a list of names may match theirs.
+    # Experts that are one parameter in PEFT are no modules there, but `target_modules` may match their names.
     if config.file.target_modules is None or (site.is_experts and not any(mask)):
         return mask
     return [config.targets(name) for name in names]
@@ -383,10 +378,10 @@ def _check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftC
 
 
 def _stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]) -> dict[str, Site | None]:
-    """Return the tensors of a file that are an embedding or a head without an adapter, as PEFT stores resized ones.
+    """Return the names of tensors that are an embedding or a head without an adapter; PEFT stores resized ones.
 
-    Each has its site of `tables`, or None for the second place of a tied embedding. The result is empty for a model
-    without ``with_vocabulary``, which changes the number of rows.
+    Each name has its site in `tables`, or None for the second use of a tied embedding. The result is empty for a model
+    without the method ``with_vocabulary``, which changes the number of rows.
     """
     if not hasattr(model, "with_vocabulary"):
         return {}
@@ -396,7 +391,7 @@ def _stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str
 
 
 def _read_table(file: TensorFile, key: str, site: Site) -> Any:
-    """Read an embedding or a head with any number of rows, in the dtype of the one that it replaces."""
+    """Read an embedding or a head with any number of rows, in the dtype of the weight that it replaces."""
     weight: Any = site.weight
     shape = (file.shape(key)[0], weight.shape[1])
     values = file.read(key, shape)
@@ -418,7 +413,7 @@ def _check_base(file: TensorFile, site: Site, key: str) -> None:
     if not is_array or not getattr(weight, "is_fully_addressable", True):
         return
     tensor = file.handle.get_slice(key)
-    # Some rows at a time, because an embedding may be large.
+    # Compare some rows at a time, because an embedding may be large.
     num_rows = max(1, _CHUNK_SIZE // max(shape[1], 1))
     for start in range(0, shape[0], num_rows):
         stored = tensor[start : min(start + num_rows, shape[0])]
@@ -444,7 +439,7 @@ def _resize_vocabulary(model: Tree, tables: Mapping[int, Any], by_index: Mapping
 
 
 def _check_same_adapters(existing: Sequence[Site], nodes: Mapping[int, Any]) -> None:
-    """Check that the model's own adapters are replaced by ones of the same kinds and ranks at the same places."""
+    """Check that the model's adapters, if any, have the kinds, ranks and places of the loaded `nodes`."""
     expected = {site.index: site.node.summary for site in existing}
     loaded = {index: node.summary for index, node in nodes.items()}
     if existing and expected != loaded:

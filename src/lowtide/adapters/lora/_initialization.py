@@ -22,6 +22,7 @@ from ...core import (
     StructureError,
     Tree,
     check_integer,
+    check_type,
     combine,
     is_array_like,
     linear,
@@ -98,6 +99,7 @@ def eva(
         >>> jnp.abs(node.lora_a).round(3).tolist()
         [[0.6000000238418579, 0.0, 0.800000011920929]]
     """
+    check_type("config", config, Config, "a lt.lora.Config")
     if config.init != "peft":
         raise ConfigError(f'EVA computes the initial A, and needs init="peft", not {config.init!r}')
     check_integer("num_passes", num_passes, hint="pass 2, which is enough for most inputs")
@@ -276,6 +278,7 @@ def loftq(
     References:
         Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models" (arXiv:2310.08659).
     """
+    check_type("config", config, Config, "a lt.lora.Config")
     check_integer("num_steps", num_steps)
     fields = [variant.field for variant in VARIANTS if not variant.is_sum]
     if config.init != "peft" or any(getattr(config, field) for field in fields):

@@ -160,7 +160,7 @@ def _make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: 
 
 
 def _factor_shapes(shape: tuple[Any, ...], rank: Any, num_rows: int, num_columns: int) -> tuple[Any, Any]:
-    """Return the shapes, or specs, of A [*stack, r, *n] and B [*stack, *m, r] from that of [*stack, *m, *n]."""
+    """Return the shapes (or specs) of A [*stack, r, *n] and B [*stack, *m, r] from that of W [*stack, *m, *n]."""
     split = len(shape) - num_columns
     return (*shape[: split - num_rows], rank, *shape[split:]), (*shape[:split], rank)
 

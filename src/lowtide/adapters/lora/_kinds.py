@@ -88,8 +88,8 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> tuple[AdapterKind
         unsupported, peft_type = {"peft_type": peft_type}, LORA
     kind = _KINDS_BY_PEFT_TYPE[peft_type]
     schema = getattr(_schema, kind.schema)
-    if raw.get("bias", "none") not in kind.biases:
-        unsupported["bias"] = raw["bias"]
+    if (bias := raw.get("bias") or "none") not in kind.biases:
+        unsupported["bias"] = bias
     is_weight_init = raw.get("init_lora_weights") in WEIGHT_INITS
     is_sum = all(variant.is_sum for variant in VARIANTS if raw.get(variant.option))
     if raw.get("init_lora_weights") not in _SUPPORTED_INITS or (is_weight_init and not is_sum):

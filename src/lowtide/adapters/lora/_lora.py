@@ -1,9 +1,9 @@
 """LoRA, with its variants rsLoRA and DoRA: configuration, node, learning rates, initial values, and PEFT's files.
 
-A node is the pytree in place of a weight W. It computes x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ with the factors A and B of its
-correction B A. Neither the forward pass nor the backward pass materialises W + B A. Shapes: L layers, E experts, rank
-r, and the sizes ``out`` and ``in`` of the weight's outputs and inputs. Every leaf has the leading axes of the weight,
-so `jax.lax.scan` slices a stacked node like the array that it replaced.
+A node is the pytree in place of a weight W. It computes x Wᵀ + s (x Aᵀ) Bᵀ, with the scale s = alpha / r and the
+factors A and B of its correction B A. Neither the forward pass nor the backward pass materialises W + s B A. Shapes: L
+layers, E experts, rank r, and the sizes ``out`` and ``in`` of the weight's outputs and inputs. Every leaf has the stack
+axes of the weight (layers, experts), so `jax.lax.scan` slices a stacked node like the array that it replaced.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ VARIANTS = (
     Variant(field="rslora", option="use_rslora", name="rsLoRA", power=0.5, is_sum=True),
     Variant(field="dora", option="use_dora", name="DoRA", leaf="lora_magnitude", suffix="lora_magnitude_vector"),
 )
-"""The variants of LoRA. The other modules of this package read this table. `Variant.is_sum` lists what refuses them."""
+"""The variants of LoRA. Other modules of this package read this table. `Variant.is_sum` says where one is refused."""
 SUM_NAMES = " and ".join(["LoRA", *(variant.name for variant in VARIANTS if variant.is_sum)])  # for messages
 _INITS = ("peft", "gaussian", "orthogonal", *WEIGHT_INITS)
 _DIGITS = 7
@@ -119,8 +119,8 @@ class Config:
     dora: bool = False
     """Whether the norm of each row of the weight trains separately from its direction."""
     modules_to_save: Pattern | Sequence[Pattern] = ()
-    """Patterns for the paths of modules (any node that holds a leaf) or arrays, such as ``"outer/lm_head"``. All their
-    parameters train, in addition to the adapters. As in PEFT, a target that these patterns match gets no adapter."""
+    """Patterns for the paths of modules (any node that holds a leaf), such as ``"outer/lm_head"``, or of arrays. All
+    their parameters train, in addition to adapters. As in PEFT, a target that these patterns match gets no adapter."""
     bias: str = "none"
     """Which biases train: "none", "lora_only" (those of modules with a target) or "all"."""
     init: str = "peft"
@@ -279,7 +279,7 @@ class LoRAWeight(AdapterWeight):
             correction = self._compute_correction(x, *self.factors())
         else:
             correction = self._compute_correction(dropped_x, self.lora_a, self.lora_b)
-            if self.start_a is not None:  # PEFT subtracts it from W, where dropout has no effect
+            if self.start_a is not None:  # PEFT subtracts this product from W, so dropout does not apply to it
                 correction = correction - self._compute_correction(x, self.start_a, self.start_b)
         base = linear(x, self.weight)
         if self.lora_magnitude is None:
@@ -306,7 +306,7 @@ class LoRAWeight(AdapterWeight):
         return jnp.asarray(lora_a), scale * jnp.asarray(lora_b)
 
     def inverted(self) -> LoRAWeight:
-        """Return the inverse adapter: merging it undoes the merge of this adapter, which has no magnitudes."""
+        """Return the inverse adapter, for use without DoRA: merging it undoes the merge of this adapter."""
         # The correction is B A - start_b start_a, so negating both B negates it.
         return dataclasses.replace(self, lora_b=-self.lora_b, start_b=None if self.start_b is None else -self.start_b)
 
@@ -332,7 +332,7 @@ class LoRAWeight(AdapterWeight):
             StructureError: for a variant that is not a sum, such as DoRA.
 
         Memory:
-            The same rows of W and of B. The backward pass keeps those of B.
+            The looked-up rows of W and of B. The backward pass keeps those of B.
         """
         if name := self.variants.non_sums:
             message = f"the lookup of an embedding {list(self.shape)} does not support {name}"
@@ -455,7 +455,7 @@ class LoRAWeight(AdapterWeight):
 def plus(ratio: float) -> optax.GradientTransformation:
     """Return a transformation that multiplies the learning rate of the factors B; chain it after an optimizer.
 
-    It multiplies the updates of B by `ratio`. That equals a higher learning rate, also for decoupled weight decay.
+    It multiplies the updates of B by `ratio`, including their decoupled weight decay.
 
     Args:
         ratio: B's learning rate divided by that of all other leaves; the authors of LoRA+ advise about 16.
@@ -762,7 +762,7 @@ def _stack_scales(
     """Return rank and alpha of a stack's node, the ranks of its layers by name, and the node's `layer_scale`."""
     ranks = {name: config.rank_of(name) for name in adapted_names}
     power = config.variants.power
-    # The node has the scale of the largest absolute value. `layer_scale` holds the scales of the layers divided by it.
+    # The node has the scale of the largest magnitude. `layer_scale` holds the scales of the layers divided by it.
     scales = {name: config.alpha_of(name) / rank**power for name, rank in ranks.items()}
     rank, largest = max(ranks.values()), max(scales.values(), key=abs)
     layer_scales = [scales.get(name, 0.0) / largest for name in names]

@@ -63,19 +63,19 @@ def add(
     """Add an adapter to each chosen weight; the new adapters do not change the outputs of the model.
 
     For LoRA, A is random, as in PEFT, and B is zero. For (IA)³ the vector is ones. For VeRA the projections are random,
-    and one of the vectors is zero. Arrays that `modules_to_save` and `bias` name also train, as a copy in a
+    and one of the vectors is zero. Arrays that `modules_to_save` and `bias` select also train, as a copy in a
     `SavedWeight`. New arrays are float32 for any weight dtype. The random values of a LoRA module depend only on `key`
-    and its path, not on the other targets.
+    and on its path, not on other targets.
 
     Args:
-        model: any pytree whose weights are only multiplied: through `lowtide.core.linear`, or as ``weight @ x``,
-            ``x @ weight`` or ``x @ weight.T``, as Equinox does. Weights have shape [out, in], or [num_layers, out, in]
-            for stacked layers. (A weight [in, out] that is used as ``x @ weight`` also trains with plain LoRA; in its
-            files, A is PEFT's B, transposed.) Experts of Lowtide's MoE models, [num_layers, num_experts, out, in], have
-            a pair of factors each. `jax.ShapeDtypeStruct` leaves give abstract adapters.
+        model: any pytree whose targets are used only in products: through `lowtide.core.linear`, or as ``weight @ x``,
+            ``x @ weight`` or ``x @ weight.T``, as in Equinox. Weights have shape [out, in], or [num_layers, out, in]
+            for stacked layers. Plain LoRA also supports a weight [in, out] that is used as ``x @ weight``; its files
+            hold PEFT's Bᵀ as A, and Aᵀ as B. Each expert of Lowtide's MoE models, [num_layers, num_experts, out, in],
+            gets a pair of factors. If leaves are `jax.ShapeDtypeStruct`, so are those of their adapters.
         config: a `Config`, `IA3Config` or `VeRAConfig`.
         key: a JAX random key; (IA)³ needs none.
-        fn: a function of the model, such as its loss, for a model that uses weights in other ways; train it as
+        fn: a function of the model, such as its loss, if the model uses targets in other ways; train it as
             ``lt.adapted(fn)``. Its traced program shows how it uses each target. A target is a matrix with axes in any
             order, a kernel of attention or of a convolution, an embedding table, or a stack of these.
         args: the other arguments of `fn`: arrays, or shapes.
@@ -154,11 +154,11 @@ def merge(model: Tree) -> Tree:
         bfloat16 loses the part of a correction that is below half a unit in the last place of W.
 
     Raises:
-        StructureError: when there is no adapter, one lacks a leaf (half of a partition), or a base is not an array.
+        StructureError: when there is no adapter, one lacks a leaf (`lowtide.partition`), or a base is not an array.
         NonFiniteError: when a merged weight has a value that is not finite (not detected under `jax.jit`).
 
     Memory:
-        A new array for each adapted weight, made one at a time, and meanwhile a float32 copy of one layer of it.
+        A new array for each adapted weight, made one at a time, and temporarily a float32 copy of one of its layers.
 
     Examples:
         >>> from lowtide.adapters.lora import LoRAWeight
@@ -196,11 +196,8 @@ def disable(model: Tree) -> Tree:
     Args:
         model: a model with adapters.
 
-    Returns:
-        The model with the base weights in place of the adapters.
-
     Raises:
-        StructureError: when there is no adapter, or one lacks a leaf, as in one half of a partition.
+        StructureError: when there is no adapter, or one lacks a leaf, as after `lowtide.partition`.
 
     Memory:
         No copy.
@@ -219,23 +216,24 @@ def disable(model: Tree) -> Tree:
 def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
     """Return the model with dropout on the inputs of its adapters, for one training step.
 
-    Call it in a loss function, with a new key for every step. `lowtide.Trainer` passes such a key to a loss function
-    that takes ``key``, and the same key when a run is resumed: ``def loss(model, batch, *, key, training)``. The keys
-    are leaves of the nodes, one per layer. So each layer of a `jax.lax.scan` has its own key, and recomputation
-    in the backward pass draws the same mask. Without this call a model has no dropout. With `lowtide.adapted`, call it
-    outside the function, which sees arrays: ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``.
+    Call it in a loss function, with a new key for every step; without this call a model has no dropout. A
+    `lowtide.Trainer` passes such a key to a loss function with a parameter ``key``, as in
+    ``def loss(model, batch, *, key, training)``. A resumed run gets the same keys. The keys are leaves of the nodes,
+    one per layer. So each layer of a `jax.lax.scan` has its own key, and recomputation in the backward pass draws the
+    same mask. With `lowtide.adapted`, call `dropout` outside the function, which sees arrays:
+    ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``.
 
     Each product draws one mask of the shape of its inputs. So all examples of a `jax.vmap`, and all steps of a scan
-    over time, share one mask. For different masks, call it inside of them, with a key for each: a `jax.vmap` maps over
-    ``jax.random.split(key, len(x))``, and a scan uses ``jax.random.fold_in(key, step)``.
+    over time, share one mask. For different masks, call `dropout` inside of the vmap or scan, with a key for each: from
+    ``jax.random.split(key, len(x))`` for a vmap, or ``jax.random.fold_in(key, step)`` for a scan.
 
     Args:
-        model: a model with adapters of LoRA or VeRA.
+        model: a model with adapters of LoRA, in any variant, or of VeRA.
         rate: the fraction of each correction's inputs that is set to zero, at least 0 and less than 1.
         key: a JAX random key.
 
     Returns:
-        The model, its adapters with a `dropout_key`. With a rate of 0, the model itself.
+        The model with a `dropout_key` in its adapters. With a rate of 0, the model is unchanged.
 
     Raises:
         ConfigError: for a rate out of range.
@@ -245,7 +243,6 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
         The backward pass keeps the inputs of each correction, after dropout, in addition to those of the weight.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from lowtide.adapters.lora import Config, add
         >>> model = add({"w": jnp.ones((4, 4))}, Config(rank=2, targets="w"), key=jax.random.key(0))
         >>> dropout(model, 0.1, key=jax.random.key(1))["w"].dropout
@@ -269,7 +266,7 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatchedWeight:
-    """One weight with an adapter."""
+    """A weight with an adapter, and the size of the adapter."""
 
     path: str
     """Tree path of the weight."""
@@ -284,7 +281,7 @@ class MatchedWeight:
     trainable_bytes: int
     """Bytes of the trainable parameters."""
     frozen_bytes: int
-    """Bytes of other leaves of the adapter, which do not train; the weight is not included."""
+    """Bytes of the frozen leaves of the adapter, without the weight."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,20 +315,15 @@ def report(model: Tree) -> Report:
     """Report which weights of a model have an adapter, and what the adapters cost.
 
     Args:
-        model: a model, with or without adapters; shapes are enough.
+        model: a model, with or without adapters; its leaves may be shapes.
 
     Returns:
         The weights with adapters, with parameters and bytes; ``str`` gives a line for each.
 
     Raises:
-        StructureError: when an adapter lacks a leaf, as in one half of a partition.
-
-    Memory:
-        None.
+        StructureError: when an adapter lacks a leaf, as after `lowtide.partition`.
 
     Examples:
-        >>> import jax
-        >>> import jax.numpy as jnp
         >>> from lowtide.adapters.lora import Config, add
         >>> model = add({"w": jnp.ones((4, 4))}, Config(rank=2, targets="w"), key=jax.random.key(0))
         >>> print(report(model))
@@ -378,7 +370,7 @@ def _find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], arg
     """Return how a function uses each target weight, by `Site.index`, except targets that `_check_target` refuses."""
     probed = [site for site in targets if site.is_floating and site.node is site.weight and len(site.weight.shape) > 1]
     probes: dict[int, Any] = {}
-    for site in probed:  # by the shape of the weight, with its sharding in device memory
+    for site in probed:  # a probe has the weight's shape, and its sharding in device memory
         if (sharding := named_sharding(site.weight)) is not None:
             sharding = sharding.with_memory_kind("device")
         probes[site.index] = probe(jax.ShapeDtypeStruct(site.weight.shape, site.weight.dtype, sharding=sharding))
@@ -389,7 +381,7 @@ def _find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], arg
 def _common_use(site: Site, site_uses: set[Use]) -> Use:
     groups = {use[:3] for use in site_uses}
     if len(groups) == 1:
-        common = min(site_uses, key=lambda use: use.is_product)  # the adapter of a table can be multiplied, too
+        common = min(site_uses, key=lambda use: use.is_product)  # a node for lookups also supports products
         return common._replace(over_rows=any(use.over_rows for use in site_uses))
     shape = list(site.weight.shape)
     if not groups:
@@ -419,7 +411,7 @@ def _check_target(model: Tree, site: Site, use: Use | None, config: AnyConfig) -
         )
     if is_named:
         layer_names(model, site)  # refuses a vector of stacked layers, which looks like a matrix [num_layers, dim]
-    # Other adapters scale the inputs or outputs of x Wᵀ.
+    # Adapters that do not compute W + s B A scale the inputs or outputs of x Wᵀ, so they do not support x W.
     if use is not None and use.is_matrix and use.over_rows and non_sum_kind(config):
         others = ", ".join(variant.name for variant in VARIANTS if not variant.is_sum)
         hint = f"store it as [out, in], which {others}, (IA)³ and VeRA need, or use plain LoRA"
@@ -427,7 +419,7 @@ def _check_target(model: Tree, site: Site, use: Use | None, config: AnyConfig) -
 
 
 def _check_table(model: Tree, site: Site, config: AnyConfig) -> None:
-    """Check that an embedding has its own array, and that its adapter is LoRA that begins at random."""
+    """Check an embedding: it is not also the head, and its adapter is LoRA with random initial values."""
     if not is_table(model, site):
         return
     kind = non_sum_kind(config) or getattr(config, "init", None)

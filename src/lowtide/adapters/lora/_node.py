@@ -2,8 +2,8 @@
 
 A node is a frozen dataclass and a pytree that stands in place of a weight. Fields whose names begin with ``lora_``
 train. ``AXES`` maps leaves of a node to their axes after the stack axes, and `shard_adapter` shards the leaves by it.
-If ``AXES`` is missing or empty, the code that makes the node also shards its leaves. Shapes: L layers, and the sizes
-``out`` and ``in`` of the weight's outputs and inputs.
+If ``AXES`` is missing or empty, the code that makes the node also shards its leaves. Stack axes are the leading axes of
+a weight, for layers and experts. Shapes: L layers, and the sizes ``out`` and ``in`` of a weight's outputs and inputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Variants(tuple[Variant, ...]):
 
     @property
     def non_sums(self) -> str:
-        """Names of the variants that are not `is_sum`, joined by "with"; empty if all are."""
+        """Names of the variants whose `is_sum` is False, joined by "with"; empty without such variants."""
         return " with ".join(variant.name for variant in self if not variant.is_sum)
 
     @property
@@ -140,7 +140,7 @@ def matmul(node: Any, x: Array) -> Array:
 
 
 def expand_like(vector: Float[Array, " n"], like: Array) -> Array:
-    """Cast a vector to the dtype of activations [..., n], and add leading axes until it has as many as they have."""
+    """Cast a vector to the dtype of activations [..., n], and add leading axes up to their number of axes."""
     return jnp.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - vector.ndim)))
 
 
@@ -151,7 +151,7 @@ def apply_dropout(x: Float[Array, "*batch in"], key: Array, rate: float) -> Floa
 
 
 def squared_row_norms(weight: Any) -> Float[Array, "*L out"]:
-    """Return the squared norm of each row of a weight; under `jax.jit`, an array gets no float32 copy."""
+    """Return the squared norm of each row of a weight in float32; under `jax.jit`, an array gets no float32 copy."""
     if isinstance(weight, LinearWeight):  # quantised: dequantise a stack one matrix at a time
         dense: Any = weight
         if len(dense.shape) > 2:

@@ -1,10 +1,10 @@
-"""PEFT's adapter format: the options of its configuration, the names of its tensors, and the protocol of a kind.
+"""PEFT's adapter format: options of its configuration, names of its tensors, and the interface of a kind of adapter.
 
 An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. A module ``m`` has the tensors
 ``base_model.model.m.lora_A.weight`` [r, in] and ``base_model.model.m.lora_B.weight`` [out, r]. Module names in the
 configuration are matched as PEFT 0.21 does (`tuners_utils.check_target_module_exists`, `other.get_pattern_key`). An
 entry of a list matches a name that equals it, or ends with it after a dot. A text is a regular expression for the whole
-name. Keys of `rank_pattern` and `alpha_pattern` are such expressions for the end of a name; the first match decides.
+name. Keys of `rank_pattern` and `alpha_pattern` are regular expressions for the end of a name; the first match decides.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ LORA = "LORA"
 LORA_TENSORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 """Ends of the names of LoRA's tensors, by leaf."""
 BIASES = ("none", "lora_only", "all")
-"""Values of LoRA's option `bias`: which biases train as a whole."""
+"""Values of LoRA's option `bias`: which biases train."""
 MERGE_HINT = "merge this adapter with PEFT (merge_and_unload)"
 MODEL_HINT = "load it into the model that it was made for"
 WEIGHT_INITS = ("pissa", "olora")
-"""Values of `Config.init` whose first factors are a part of the weight."""
+"""Values of `Config.init` with which B A begins as a part of the weight."""
 MOST_SECONDS = 10.0
 """Limit for all matches of one configuration together."""
 
 _REGEX_ONLY = re.compile(r"\[\[:|(?<!\\)\{(?!\d*,?\d*\})")
-"""POSIX classes and fuzzy matches of `regex`. `re` takes them as plain characters, which no module's name has."""
+"""Syntax of POSIX classes and fuzzy matches in `regex`; `re` reads it as plain characters, which no module name has."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class AdapterKind(Protocol):
-    """A kind of adapter: how its configuration makes nodes, and how PEFT's files hold them.
+    """Interface of a kind of adapter: how its configuration makes nodes, and how PEFT's files hold them.
 
-    Each kind is one module with a configuration, a node (`AdapterWeight`) and a class of this protocol. `_kinds.py`
-    lists its instance.
+    Each kind is one Python module with a configuration, a node (`AdapterWeight`) and a class of this protocol.
+    `_kinds.py` lists the instances.
     """
 
     name: ClassVar[str]
@@ -63,17 +63,17 @@ class AdapterKind(Protocol):
     """PEFT's name of the kind."""
     config_type: ClassVar[type[Any]]
     schema: ClassVar[str]
-    """Name of the class in `_schema.py` that lists the options that are read from its `adapter_config.json`."""
+    """Name of the class in `_schema.py` with the options of its `adapter_config.json`."""
     needs_key: ClassVar[bool] = True
     """Whether its initial values are random."""
     default_options: ClassVar[Mapping[str, Any]] = {"bias": "none", "layers_pattern": None, "layers_to_transform": None}
-    """Options that its files have with these values, unless arrays that train as a whole need others."""
+    """Default values of options in its files, which arrays that train as a whole may change."""
     biases: ClassVar[tuple[str, ...]] = ("none",)
     """Supported values of the option `bias`."""
     variants: ClassVar[tuple[Variant, ...]] = ()
-    """Its variants, which options of its files select."""
+    """Its variants, which options in its files select."""
     dropout_option: ClassVar[str | None] = None
-    """The option of its files that is the rate of dropout."""
+    """Option in its files for the rate of dropout; None if it has none."""
     shared_tensors: ClassVar[tuple[str, ...]] = ()
     """Names of tensors that all modules of a file share."""
 
@@ -81,7 +81,7 @@ class AdapterKind(Protocol):
     def init(
         self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
     ) -> dict[int, Any]:
-        """Make the node of every site, by its index; `kernels` holds the uses of the weights that are not matrices."""
+        """Make nodes by `Site.index`; `kernels` holds the uses of weights that are not matrices, also by index."""
         ...
 
     def check_file(self, path: Path, file: Any) -> None:
@@ -89,34 +89,34 @@ class AdapterKind(Protocol):
         return
 
     def patterns(self, file: Any) -> list[str]:
-        """Return the regular expressions of a file, in addition to those of all kinds."""
+        """Return the regular expressions in the options that only this kind has."""
         return []
 
     @abstractmethod
     def tensor_suffixes(self, variants: Sequence[Variant] = (), *, table: bool = False) -> dict[str, str]:
-        """Return the ends of the names of a node's leaves in files, by leaf; leaves of a table are transposed there."""
+        """Return the ends of tensor names in files, by leaf; with `table` those of an embedding, stored transposed."""
         ...
 
     @abstractmethod
     def entry(self, node: Any, scale: float, rank: int | None = None) -> dict[str, Any]:
-        """Return the values for `describe` of one layer of a node, scaled by `scale`, of the rank without padding."""
+        """Return one layer's values for `describe`; `scale` is its `layer_scale`, `rank` its rank without padding."""
         ...
 
     @abstractmethod
     def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:
-        """Return the options of this kind in addition to those of all kinds; arguments as in `describe` below."""
+        """Return the options in files that only this kind has; arguments as in `describe` below."""
         ...
 
     def layer_ranks(self, site: Site, leaves: Mapping[str, np.ndarray]) -> list[int] | None:
-        """Return how many components each layer of a stack has without padding; None if it has no padding."""
+        """Return the rank of each layer of a stack without padding; None if no layer can have padding."""
         return None
 
     def to_file(self, values: np.ndarray, node: Any) -> np.ndarray:
-        """Give a leaf of one layer the shape that it has in files."""
+        """Reshape a leaf of one layer to its shape in files."""
         return values
 
     def write_shared(self, adapted: Sequence[Site]) -> dict[str, np.ndarray]:
-        """Return the shared tensors, by the file's names."""
+        """Return the shared tensors, by name."""
         return {}
 
     def read_shared(self, file: TensorFile, config: PeftConfig) -> Any:
@@ -127,22 +127,22 @@ class AdapterKind(Protocol):
     def read(
         self, file: TensorFile, site: Site, names: Sequence[str], mask: Sequence[bool], config: PeftConfig, shared: Any
     ) -> Any:
-        """Read the node of a weight; layers that the mask leaves out get zeros, and a scale of zero."""
+        """Read the node of a weight; layers that are False in `mask` get zeros, and 0 in `layer_scale`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """The contents of `adapter_config.json` about the adapted modules."""
+    """The contents of `adapter_config.json`, and what its options say about a module."""
 
     file: Any
     """The file's contents, in the schema of its kind."""
     kind: AdapterKind
     matcher: Matcher
     source: str
-    """The file, for messages."""
+    """Path of the file, for messages."""
     tables: frozenset[str] = frozenset()
-    """Names of modules whose rows are looked up."""
+    """Names of embeddings (modules whose rows are looked up)."""
 
     @property
     def is_lora(self) -> bool:
@@ -160,7 +160,7 @@ class PeftConfig:
         return float(value_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
 
     def scale_of(self, names: Sequence[str], path: str) -> tuple[int, float]:
-        """Return the common rank and alpha of a stack's layers; ModelFileError, which names `path`, if they differ."""
+        """Return the rank and alpha that the layers of the stack `path` share; raise ModelFileError if they differ."""
         scales = {(self.rank_of(name), self.alpha_of(name)) for name in names}
         if len(scales) > 1:
             pairs = shortened(", ".join(f"rank {rank} alpha {alpha:g}" for rank, alpha in sorted(scales)))
@@ -169,18 +169,18 @@ class PeftConfig:
         return scales.pop()
 
     def tensors(self, module: str) -> dict[str, str]:
-        """Return the file's names of the leaves of a module's node, by leaf."""
+        """Return the names of a module's tensors in the file, by leaf of its node."""
         return tensor_keys(module, self.kind.tensor_suffixes(self.variants, table=module in self.tables))
 
     def targets(self, module: str) -> bool:
-        """Return whether a module has an adapter; True when the file does not say."""
+        """Return whether the options select a module for an adapter; `target_modules` of None selects all modules."""
         target_modules, exclude_modules = self.file.target_modules, self.file.exclude_modules
         if self.saves(module) or (exclude_modules and self.matcher.selects(exclude_modules, module)):
             return False
         return (target_modules is None or self.matcher.selects(target_modules, module)) and self._has_layer(module)
 
     def saves(self, module: str) -> bool:
-        """Return whether a module trains as a whole."""
+        """Return whether a module trains as a whole (`modules_to_save`)."""
         return is_saved(self.file.modules_to_save or (), module)
 
     def trains_bias(self, module: str, is_adapted: bool) -> bool:
@@ -188,7 +188,7 @@ class PeftConfig:
         return option == "all" or (option == "lora_only" and is_adapted)
 
     def _has_layer(self, module: str) -> bool:
-        """Return whether a module is in a layer that has adapters."""
+        """Return whether `layers_to_transform` contains the layer of a module, or is not set."""
         layers, pattern = self.file.layers_to_transform, self.file.layers_pattern
         if layers is None:
             return True
@@ -199,7 +199,7 @@ class PeftConfig:
 
 
 def tensor_keys(module: str, ends: Mapping[str, str]) -> dict[str, str]:
-    """Return the file's names of the leaves of a module's node, by leaf."""
+    """Return the names of a module's tensors in the file, by leaf of its node."""
     return {leaf: f"{PREFIX}{module}.{end}" for leaf, end in ends.items()}
 
 
@@ -212,9 +212,9 @@ def describe(
 ) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`, with the keys that PEFT writes.
 
-    `adapted` holds ``rank``, ``alpha``, ``variants`` (None for a kernel, whose scale is always alpha / rank) and
-    ``feedforward`` by name. `modules` are all names that could be adapted, `options` those that the kind does not
-    determine, and `parameters` the names in `adapted` that are parameters of experts instead of modules.
+    `adapted` maps names to the results of `AdapterKind.entry`. A kernel has None as ``variants``; its scale is
+    alpha / rank. `modules` holds the names of all modules that could have an adapter. `options` holds options that do
+    not depend on the kind. `parameters` holds the names in `adapted` that are parameters of experts, not modules.
     """
     config: dict[str, Any] = {
         "auto_mapping": None,
@@ -228,7 +228,7 @@ def describe(
         "task_type": None,
     }
     config |= {**kind.default_options, **options, **kind.describe(adapted, modules)}
-    if parameters:  # only LoRA has them, and has a place for them
+    if parameters:  # only LoRA supports them
         config["target_parameters"] = sorted({".".join(name.split(".")[-2:]) for name in parameters})
     return config
 
@@ -252,7 +252,7 @@ def suffix_pattern(key: str) -> str:
 
 
 def short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Return names that stand for `chosen` among `modules`: the last segment if all that share it are chosen."""
+    """Shorten each name in `chosen` to its last segment, if all of `modules` with this segment are chosen."""
     selected = set(chosen)
     segments = {name: name.rpartition(".")[2] for name in {*chosen, *modules}}
     ambiguous = {segments[name] for name in segments if name not in selected}
@@ -260,7 +260,7 @@ def short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
 
 
 def target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str] | str:
-    """Return the value of `target_modules` that selects these modules and no other."""
+    """Return the value of `target_modules` that selects `adapted`, and no other of `modules`."""
     names, matcher = short_names(adapted, modules), Matcher(CONFIG_FILE, is_trusted=True)
     if {name for name in (*adapted, *modules) if matcher.selects(names, name)} == set(adapted):
         return names
@@ -302,7 +302,7 @@ class Matcher:
         return match is not None
 
     def selects(self, patterns: str | Sequence[str], module: str) -> bool:
-        """Return whether a regular expression matches a name, or a list has the name or its end after a dot."""
+        """Return whether a regular expression matches a name, or a list holds the name or its end after a dot."""
         if isinstance(patterns, str):
             return self.matches(patterns, module)
         return any(module == name or module.endswith(f".{name}") for name in patterns)
@@ -373,19 +373,19 @@ def check_values(path: str, leaves: Iterable[Any]) -> None:
 
 
 def stack_layers(site: Site, names: Sequence[str], tensors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Any:
-    """Join a leaf of all layers, from tensors by the layer's name; a layer without a tensor gets zeros."""
+    """Stack the tensors of all layers, given by the names of the layers; a layer without a tensor gets zeros."""
     layer_values = [tensors[name] if name in tensors else np.zeros(shape, np.float32) for name in names]
     stack = np.stack(layer_values) if len(site.weight.shape) > 2 else layer_values[0]
     return jnp.asarray(stack.reshape(*site.weight.shape[:2], *stack.shape[1:]) if site.is_experts else stack)
 
 
 def mask_scale(mask: Sequence[bool]) -> Array | None:
-    """Return the ``layer_scale`` of a node: 1 for layers with an adapter, and 0 for the others; None for all."""
+    """Return the `layer_scale` of a node: 1 for layers with an adapter, 0 for others; None if all have one."""
     return None if all(mask) else jnp.asarray(mask, jnp.float32)
 
 
 def host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Return an adapter's leaves by name, and the scales of its layers (None without)."""
+    """Return an adapter's leaves by name, as float32 NumPy arrays, and its `layer_scale` or None."""
     leaves = {name: getattr(site.node, name) for name in site.node.AXES if getattr(site.node, name) is not None}
     check_values(site.path, leaves.values())
     if "start_a" in leaves:

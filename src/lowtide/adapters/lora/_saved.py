@@ -1,8 +1,8 @@
-"""Arrays that train as a whole in addition to adapters (PEFT's `modules_to_save`, biases): node, selection and files.
+"""Arrays that train as a whole (PEFT's `modules_to_save`, biases), without a low-rank form: node, selection and files.
 
-The original array stays next to the copy that trains, as in PEFT. So the base is available without the adapter, and one
-glob selects the trainable leaves of every kind. Deviation from PEFT: the copy is float32 whatever the dtype of the
-array, like all trainable leaves here.
+The node holds the frozen original array and a copy that trains, as in PEFT. So the base is available without the
+adapter, and one glob selects the trainable leaves of every kind. Deviation from PEFT: the copy is float32 for every
+dtype of the array, like all trainable leaves here.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class SavedWeight(AdapterWeight):
     NAME: ClassVar[str] = "trained whole"
     REQUIRED_LEAVES: ClassVar[tuple[str, ...]] = ("weight", "lora_saved")
     AXES: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Empty: the copy is sharded like the array."""
+    """Empty, because `make_saved` shards the copy like the array."""
 
     weight: Any
-    """The array as it was, of any shape, frozen."""
+    """The original array, of any shape, frozen."""
     lora_saved: Any
     """The trainable copy, of the same shape, float32."""
 
@@ -120,7 +120,7 @@ class SavedWeight(AdapterWeight):
 
 
 def make_saved(weight: Any, values: Any = None) -> SavedWeight:
-    """Make the node of an array. The copy has its sharding and its values, or `values`; for a shape it is a shape."""
+    """Make a node with a float32 copy of `weight`, or of `values`, sharded like `weight`; for a shape, with a shape."""
     sharding = getattr(weight, "sharding", None)
     if isinstance(weight, jax.ShapeDtypeStruct):
         return SavedWeight(weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=sharding))
@@ -131,12 +131,12 @@ def make_saved(weight: Any, values: Any = None) -> SavedWeight:
 
 
 # The arrays, and their names in PEFT. A module is the node that holds a leaf: ``outer/lm_head`` for
-# ``outer/lm_head/weight``. In a model with external names (`lowtide.core.ExternalNames`) a module trains with all its
-# leaves, because PEFT's files hold whole modules.
+# ``outer/lm_head/weight``. In a model with external names (`lowtide.core.ExternalNames`), all leaves of a module train
+# together, because PEFT's files hold whole modules.
 
 
 class _ArrayNames(NamedTuple):
-    """Names of an array in other software."""
+    """Names of an array in the external library."""
 
     modules: Sequence[str]
     """Name of the module; in a stack one per layer."""
@@ -147,12 +147,12 @@ class _ArrayNames(NamedTuple):
 
 
 def _parent(path: str) -> str:
-    """Return the path of the module that holds a leaf; a leaf without a module has its own path."""
+    """Return the path of the module that holds a leaf; the path of the leaf if it has no module."""
     return path.rpartition("/")[0] or path
 
 
 def _array_names(model: Tree, site: Site) -> _ArrayNames | None:
-    """Return the external names of an array; None if it is not a leaf of a module there."""
+    """Return the external names of an array; None if the external library has no module with this leaf."""
     module, _, leaf = site.path.rpartition("/")
     if not isinstance(model, ExternalNames):
         return _ArrayNames([(module or site.path).replace("/", ".")], leaf if module else "weight", False)
@@ -168,7 +168,10 @@ def _array_names(model: Tree, site: Site) -> _ArrayNames | None:
 
 
 def adapter_modules(model: Tree, adapted: Collection[str], indices: Collection[int]) -> set[str]:
-    """Return the names of the modules that hold the weights with adapters, in the form used for biases."""
+    """Return the names of the modules with adapters, in the form of `_array_names`.
+
+    `adapted` holds their names in PEFT's files, and `indices` the `Site.index` of their weights.
+    """
     if isinstance(model, ExternalNames):
         return {*adapted}
     return {name for index, names in _named_arrays(model).items() if index in indices for name in names.modules}
@@ -180,7 +183,7 @@ def _named_arrays(model: Tree) -> dict[int, _ArrayNames]:
 
 
 def saved_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
-    """Return the sites of arrays that train as a whole: `modules_to_save`, and biases."""
+    """Return the sites of arrays that train as a whole (`modules_to_save`, `bias`); raise if one cannot train."""
     chosen = {site.index: site for site in _match_saved(model, config.modules_to_save)}
     if isinstance(config, Config) and config.bias != "none":
         chosen |= {site.index: site for site in _bias_sites(model, config, targets)}
@@ -210,14 +213,13 @@ def _match_saved(model: Tree, patterns: Any) -> list[Site]:
         for name in {_parent(site.path), site.path}:
             by_name.setdefault(name, []).append(site)
     matched = match_field("modules_to_save", list(by_name), patterns)
-    # PEFT's files hold whole modules, so with external names one matched leaf selects its module.
+    # PEFT's files hold whole modules, so with external names one matched leaf selects all leaves of its module.
     modules = {_parent(site.path) for name in matched for site in by_name[name]}
     if isinstance(model, ExternalNames):
         matches = [site for module in modules for site in by_name[module] if _parent(site.path) == module]
     else:
         matches = [site for name in matched for site in by_name[name]]
-    # Arrays of a module that are not floating-point, such as the size of a layer's attention window, are not
-    # parameters.
+    # Arrays of a module that are not floating-point, such as sizes of attention windows, are not parameters.
     return [site for site in matches if site.is_floating or isinstance(site.node, LinearWeight) or site.path in matched]
 
 
@@ -253,22 +255,22 @@ def _check_trainable(model: Tree, site: Site) -> None:
         raise ConfigError(f"{site.path}: trains as a whole, but is in host memory", hint=hint)
 
 
-# In files, a module ``m`` of `modules_to_save` has its own tensors, ``base_model.model.m.weight`` and ``….bias``. A
-# trained bias is ``base_model.model.m.bias``, or ``base_model.model.m.base_layer.bias`` if its module has an adapter. A
-# name in `modules_to_save` selects modules whose name, or a parent's name, ends with it, after a dot or not
-# (`utils.other._set_trainable` of PEFT 0.21).
+# In files, a module ``m`` of `modules_to_save` has the tensors ``base_model.model.m.weight`` and
+# ``base_model.model.m.bias``. A trained bias is ``base_model.model.m.bias``, or ``base_model.model.m.base_layer.bias``
+# if its module has an adapter. A text in `modules_to_save` selects modules if their name, or a parent's name, ends with
+# it. The text need not begin after a dot (`utils.other._set_trainable` of PEFT 0.21).
 #
 # If the embedding of a model is also its head, PEFT trains one of the two modules, or with `ensure_weight_tying` both
-# as one. Here they are one array: it is written as two equal tensors, and unequal ones are refused.
+# as one. Here they are one array. It is written as two equal tensors, and reading unequal tensors raises.
 
 
 def select_saved(
     model: Tree, adapted: Collection[str], kind: AdapterKind
 ) -> tuple[dict[str, Any], dict[int, list[str]]]:
-    """Find PEFT's options for all nodes that train as a whole, and by `Site.index` the names of their tensors.
+    """Return PEFT's options for all nodes that train as a whole, and the names of their tensors by `Site.index`.
 
-    `adapted` are the names of modules with an adapter; shapes are enough. A selection that PEFT's options cannot
-    express is an error.
+    `model` may hold shapes; `adapted` holds the names of modules with an adapter. A selection that PEFT's options
+    cannot express raises `StructureError`.
     """
     chosen = {site.index: site for site in sites(model) if isinstance(site.node, SavedWeight)}
     if not chosen:
@@ -302,7 +304,7 @@ def select_saved(
 def saved_modules(
     model: Tree, adapted: Collection[str], kind: AdapterKind
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the tensors and options of all nodes that train as a whole, as `select_saved` finds them."""
+    """Return the tensors by name, and PEFT's options, of all nodes that train as a whole."""
     (options, keys), names = select_saved(model, adapted, kind), _named_arrays(model)
     tensors: dict[str, np.ndarray] = {}
     for site in sites(model) if keys else ():
@@ -319,10 +321,10 @@ def saved_modules(
 
 
 def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> tuple[set[str], dict[int, list[str]]]:
-    """Return the names of the tensors that a directory must have for arrays that train as a whole.
+    """Return the names of the tensors that files must have for arrays that train as a whole.
 
-    The results are the set of all names, and the names of each array by `Site.index`, one per layer. All layers of a
-    stack, and both of two tied modules, must train together. `adapted` are the names of modules with an adapter.
+    The results are the set of all names, and the names of each array by `Site.index`, one per layer. It raises if only
+    some layers of a stack, or one of two tied modules, would train. `adapted` holds the names of modules with adapters.
     """
     keys: dict[int, list[str]] = {}
     by_index = {site.index: site for site in sites(model)}
@@ -351,7 +353,7 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
 
 
 def read_saved_modules(file: TensorFile, model: Tree, keys: Mapping[int, list[str]]) -> dict[int, Any]:
-    """Read the nodes of the arrays that train as a whole; `keys` come from `expected_keys`. Tied tensors must agree."""
+    """Read the nodes of the arrays that train as a whole; `keys` come from `expected_keys`. Tied tensors must match."""
     by_index, names = {site.index: site for site in sites(model)}, _named_arrays(model)
     nodes: dict[int, Any] = {}
     for index, array_keys in keys.items():
@@ -395,9 +397,9 @@ def _bias_option(names: Mapping[int, _ArrayNames], biases: set[str], saved: set[
 
 
 def _saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
-    """Return entries of `modules_to_save` that select only the chosen modules; raise an error if none do."""
+    """Return entries of `modules_to_save` that select exactly the chosen modules; raise if no such entries exist."""
     selected, all_names = {*chosen}, {*chosen, *modules}
-    # Prefer the last segment; use the full name where that segment also ends other modules.
+    # Prefer the last segment of a name; use the full name if that segment also selects other modules.
     segments = {name: name.rpartition(".")[2] for name in chosen}
     is_exact = {
         end: all(name in selected for name in all_names if is_saved([end], name)) for end in {*segments.values()}

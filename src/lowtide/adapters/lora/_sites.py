@@ -96,7 +96,7 @@ def sites(model: Tree) -> list[Site]:
 
 
 def adapted_sites(model: Tree) -> list[Site]:
-    """Return the sites that have an adapter; raise if an adapter lacks a leaf, as one half of a partition does."""
+    """Return the sites that have an adapter; raise if an adapter lacks a leaf, as after `lowtide.partition`."""
     adapted = [site for site in sites(model) if is_adapter(site.node)]
     for site in adapted:
         check_complete(site.path, site.node, site.node.REQUIRED_LEAVES)
@@ -104,7 +104,7 @@ def adapted_sites(model: Tree) -> list[Site]:
 
 
 def check_complete(path: str, node: Any, required: Sequence[str]) -> None:
-    """Raise if an adapter lacks one of the `required` leaves, as one half of a partition does."""
+    """Raise if an adapter lacks one of the `required` leaves, as after `lowtide.partition`."""
     if missing := [name for name in required if getattr(node, name) is None]:
         hint = "combine the halves of a partition first: lt.combine(trainable, frozen)"
         raise StructureError(f"{path}: the adapter has no {' and no '.join(missing)}", hint=hint)

@@ -1,9 +1,9 @@
 """VeRA, two trainable vectors that scale frozen random projections: configuration, node, and PEFT's files.
 
-Source: Kopiczko et al., "VeRA: Vector-based Random Matrix Adaptation" (arXiv:2310.11454). Known inefficiency: the
-projections are the same for all modules, but a stacked node holds them once per layer. The reason is that
-`jax.lax.scan` passes only slices of leaves to a layer. They are frozen, so they cost no gradient and no optimizer
-state.
+Source: Kopiczko et al., "VeRA: Vector-based Random Matrix Adaptation" (arXiv:2310.11454). Known inefficiency: all
+modules use the same projections, but each node holds its own slice of them. A stacked node holds its slice once per
+layer, because `jax.lax.scan` passes only slices of leaves to a layer. The projections are frozen, so they have no
+gradient and no optimizer state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VeRAConfig:
     """
 
     rank: int = 256
-    """Inner dimension of the projections."""
+    """Rank r of the projections A [r, in] and B [out, r]."""
     d_initial: float = 0.1
     """Initial value of the vector d (`lora_lambda_d`); the vector b (`lora_lambda_b`) starts at zero."""
     targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
@@ -87,21 +87,20 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
         "lora_lambda_b": ("out",),
         "layer_scale": (),
     }
-    """The axes of each leaf that follow the layer axes."""
+    """The axes of each leaf after the stack axes."""
 
     weight: Any
     """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
     vera_a: Any
-    """The projection that reads the input, [r, in] or [L, r, in], frozen."""
+    """The frozen projection A, which multiplies the inputs, [r, in] or [L, r, in]."""
     vera_b: Any
-    """The projection that writes the output, [out, r] or [L, out, r], frozen."""
+    """The frozen projection B, which gives the outputs, [out, r] or [L, out, r]."""
     lora_lambda_d: Any
-    """The vector d that scales the inner dimension, [r] or [L, r], float32."""
+    """The trainable vector d, which scales the outputs of A, [r] or [L, r], float32."""
     lora_lambda_b: Any
-    """The vector b that scales the correction, [out] or [L, out], float32; zeros at first."""
+    """The trainable vector b, which scales the outputs of B, [out] or [L, out], float32; zeros at first."""
     layer_scale: Any = None
-    """In a stack, 1 for layers with an adapter and 0 for those without, [L], which does not train. None: all have
-    one."""
+    """Frozen array [L] of a stack: 1 for layers with an adapter, 0 for others. None: all layers have an adapter."""
     dropout_key: Any = None
     """With dropout, a random key from `lowtide.lora.dropout` (in a stack, one per layer); otherwise None."""
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
@@ -111,7 +110,7 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
 
     @property
     def rank(self) -> int:
-        """The inner dimension."""
+        """The rank r of the projections."""
         return int(self.vera_a.shape[-2])
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -124,8 +123,8 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
             Shape [..., out].
 
         Memory:
-            In addition to the result, activations of width r and, before b scales them, of width out. The backward pass
-            keeps both, and nothing of shape [out, in].
+            Activations of width r, and the product of width out before b scales it, in addition to the result. The
+            backward pass keeps both. It keeps nothing of shape [out, in].
         """
         dropped_x = x if self.dropout_key is None else apply_dropout(x, self.dropout_key, self.dropout)
         low_rank = linear(dropped_x, self.vera_a)
@@ -134,7 +133,7 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
         return linear(x, self.weight) + correction * expand_like(scale, correction)
 
     def factors(self) -> tuple[Array, Array]:
-        """Return diag(d) A and diag(b) B, whose product is the correction; also of a stack."""
+        """Return the factors diag(d) A [r, in] and diag(b) B [out, r]; the correction is the second times the first."""
         scale = self.lora_lambda_b
         if self.layer_scale is not None:
             scale = scale * jnp.expand_dims(self.layer_scale, tuple(range(self.layer_scale.ndim, scale.ndim)))
@@ -143,11 +142,11 @@ class VeRAWeight(ScaledWeight, AdapterWeight):
     scaled_factors = factors
 
     def inverted(self) -> VeRAWeight:
-        """Return the adapter whose merge undoes that of this one."""
+        """Return the inverse adapter: merging it undoes the merge of this adapter."""
         return dataclasses.replace(self, lora_lambda_b=-self.lora_lambda_b)
 
     def folded(self) -> Float[Array, "out in"]:
-        """Return the matrix that `linear` multiplies by, computed in float32; only for merging, on one matrix."""
+        """Return the matrix by which `linear` multiplies, in float32, for merging; the node must not be a stack."""
         a, b = (factor.astype(jnp.float32) for factor in self.factors())
         return self.weight.astype(jnp.float32) + jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
 
@@ -157,10 +156,10 @@ def _projection(key: Any, fold: int, shape: tuple[int, int]) -> Array:
     return jax.random.uniform(jax.random.fold_in(key, fold), shape, jnp.float32, -bound, bound)
 
 
-def _make_node(site: Site, whole_a: Array, whole_b: Array, config: VeRAConfig) -> VeRAWeight:
+def _make_node(site: Site, full_a: Array, full_b: Array, config: VeRAConfig) -> VeRAWeight:
     out, inner = site.weight.shape[-2:]
-    a = make_leaf(site, (config.rank, inner), lambda shape: jnp.broadcast_to(whole_a[:, :inner], shape))
-    b = make_leaf(site, (out, config.rank), lambda shape: jnp.broadcast_to(whole_b[:out], shape))
+    a = make_leaf(site, (config.rank, inner), lambda shape: jnp.broadcast_to(full_a[:, :inner], shape))
+    b = make_leaf(site, (out, config.rank), lambda shape: jnp.broadcast_to(full_b[:out], shape))
     d = make_leaf(site, (config.rank,), lambda shape: jnp.full(shape, config.d_initial, jnp.float32))
     zeros = make_leaf(site, (out,), lambda shape: jnp.zeros(shape, jnp.float32))
     return VeRAWeight(site.weight, a, b, d, zeros, layer_scale(site, config.layers))
@@ -177,10 +176,10 @@ class _VeRA(AdapterKind):
     def init(
         self, model: Tree, chosen: Sequence[Site], config: Any, key: Array | None, kernels: Mapping[int, Use]
     ) -> dict[int, Any]:
-        # All sites share projections of the largest size, as in PEFT: each takes the first rows and columns.
+        # As in PEFT, one pair of projections has the largest sizes. Each site takes first columns of A and rows of B.
         max_out, max_in = (max(site.weight.shape[axis] for site in chosen) for axis in (-2, -1))
-        whole_a, whole_b = _projection(key, 0, (config.rank, max_in)), _projection(key, 1, (max_out, config.rank))
-        return {site.index: _make_node(site, whole_a, whole_b, config) for site in chosen}
+        full_a, full_b = _projection(key, 0, (config.rank, max_in)), _projection(key, 1, (max_out, config.rank))
+        return {site.index: _make_node(site, full_a, full_b, config) for site in chosen}
 
     def check_file(self, path: Path, file: Any) -> None:
         if not file.save_projection:
