@@ -53,3 +53,18 @@ def test_compiled_layerwise_steps(part, variant):
     device = gib(row["device_bytes"], 2 if row["host_bytes"] == 0 else 1)
     host = gib(row["host_bytes"], 1 if row["host_bytes"] < 2**35 else 0) if row["host_bytes"] else "0"
     assert f"| {device} | {host} |" in PAGE
+
+
+def test_whether_eight_billion_parameters_fit():
+    results = json.loads((RESULTS / "will_it_fit.json").read_text())["rows"]
+    usable_cells = find_cells("usable memory")
+    for case, label in (("QLoRA", "QLoRA: `"), ("LoRA", "LoRA in bfloat16"), ("full", "all parameters")):
+        for row, cell, usable_cell in zip(results[case]["rows"], find_cells(label), usable_cells, strict=True):
+            assert usable_cell.strip() in (gib(row["usable_bytes"], 1), gib(row["usable_bytes"]))
+            assert row["fits"] is ("fits" in cell)
+            assert gib(row["device_bytes"], 1) in cell or cell.strip() == "no"
+
+
+def find_cells(label):
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {label}")]
+    return line.split("|")[2:5]

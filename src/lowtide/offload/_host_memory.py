@@ -44,20 +44,20 @@ from ..core._compat import row_major
 # Compile-only GPUs have no host memory: a shape for such a GPU stays on the device, with a warning.
 
 
-def to_host(tree: Tree, where: Selector = "**") -> Tree:
+def to_host(tree: Tree, selector: Selector = "**") -> Tree:
     """Move leaves to the host memory of the machine that holds their device.
 
     Args:
         tree: any pytree. Arrays (including NumPy's) and tracers are moved. A `jax.ShapeDtypeStruct` gets a sharding in
             host memory; without a sharding, that of JAX's default device. Other leaves stay unchanged.
-        where: selects the leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
+        selector: selects the leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
 
     Returns:
         The tree. Moved arrays keep their devices and partitions, and get the memory kind ``pinned_host``. A leaf on a
         compile-only GPU, which has no host memory, stays on the device, with a `PlacementWarning`.
 
     Raises:
-        SelectionError: when `where` selects nothing.
+        SelectionError: when `selector` selects nothing.
 
     Memory:
         One host copy of every leaf that moves. The device copy lives until the caller drops or donates it.
@@ -71,21 +71,21 @@ def to_host(tree: Tree, where: Selector = "**") -> Tree:
     References:
         JAX's tutorial "Memories and host offloading".
     """
-    return _move(tree, where, "pinned_host")
+    return _move(tree, selector, "pinned_host")
 
 
-def to_device(tree: Tree, where: Selector = "**") -> Tree:
+def to_device(tree: Tree, selector: Selector = "**") -> Tree:
     """Move leaves to device memory: the inverse of `to_host`, with the same arguments.
 
     Args:
         tree: any pytree, as in `to_host`.
-        where: selects the leaves, as in `to_host`.
+        selector: selects the leaves, as in `to_host`.
 
     Returns:
         The tree, with the selected arrays in the memory kind ``device``.
 
     Raises:
-        SelectionError: when `where` selects nothing.
+        SelectionError: when `selector` selects nothing.
 
     Memory:
         One device copy of every leaf that moves. Inside a jitted function the compiler decides how long the copies
@@ -97,7 +97,7 @@ def to_device(tree: Tree, where: Selector = "**") -> Tree:
         >>> double(to_host(jnp.ones(3))).sharding.memory_kind
         'device'
     """
-    return _move(tree, where, "device")
+    return _move(tree, selector, "device")
 
 
 def _move(tree: Tree, selector: Selector, kind: str) -> Tree:
