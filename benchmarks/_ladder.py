@@ -43,12 +43,12 @@ def all_scores() -> Generator[None]:
     """Make attention compute all scores at once within a ``with`` block."""
     from lowtide.ops import _attention
 
-    chosen = _attention._best
-    _attention._best = lambda *_: "xla"
+    chosen = _attention._select_implementation
+    _attention._select_implementation = lambda *_: "xla"
     try:
         yield
     finally:
-        _attention._best = chosen
+        _attention._select_implementation = chosen
 
 
 def dense_loss(model: Any, batch: Tree) -> tuple[Any, Tree]:
