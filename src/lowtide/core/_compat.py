@@ -413,7 +413,10 @@ def has_cudnn() -> bool:
 
 
 class _Patch:
-    """Mutable context manager that replaces a function of a JAX module until the last user, of any thread, exits."""
+    """Replacement of a function in a JAX module; mutable. Use it as ``with patch(module):``.
+
+    ``make(original)`` returns the replacement. The original comes back when the last user, of any thread, exits.
+    """
 
     def __init__(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._name, self._make = name, make
@@ -441,7 +444,10 @@ _cache_patch = _Patch("is_cache_used", lambda original: lambda backend: False)
 
 
 def without_compilation_cache() -> contextlib.AbstractContextManager[None]:
-    """Bypass JAX's persistent compilation cache in a ``with`` block: XLA does not dump a program from the cache."""
+    """Bypass JAX's persistent compilation cache in a ``with`` block.
+
+    XLA writes a dump only when it compiles, so a program from the cache would have no dump.
+    """
     from jax._src import compilation_cache
 
     return _cache_patch(compilation_cache)
@@ -523,7 +529,7 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
 
 
 def called(compiled: Any, *args: Any) -> Any:
-    """Call a `jax.stages.Compiled`, also with arrays of less than a byte per element that were put on a device.
+    """Call a `jax.stages.Compiled`; work around an error of JAX 0.10 for int4 and other types below one byte.
 
     JAX 0.10 records the bits per element in the layout of the program's argument but not in the array's layout. It
     compares the two layouts, and so refuses an int4 array that comes from `jax.device_put`, from a mesh or from a
@@ -542,10 +548,10 @@ def called(compiled: Any, *args: Any) -> Any:
 
 
 def classic_remat() -> contextlib.AbstractContextManager[Any]:
-    """Trace `jax.checkpoint` and `checkpoint_name` as JAX 0.10 does, regardless of ``jax_remat3``.
+    """Trace `jax.checkpoint` and `checkpoint_name` in a ``with`` block as JAX 0.10 does, also with ``jax_remat3``.
 
     With ``jax_remat3`` the traced program has no jaxpr that other code can read. On JAX 0.11.2 XLA also fails to
-    compile its offloaded values, because a `reduce_precision` of them runs in host memory.
+    compile such a program if it offloads values, because a `reduce_precision` of them runs in host memory.
     """
     from jax._src import config
 

@@ -171,10 +171,10 @@ def sample(names: Iterable[str]) -> str:
 
 
 def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield each alternative of each brace, and the pattern with only that alternative of this brace.
+    """Yield each alternative of each brace, and the pattern with the alternative in place of the brace.
 
     Braces are ``{a,b}`` and ``{0..3}``, also nested. ``**/{attn,mlp}/{q,up}_proj`` has four alternatives, but not all
-    four combinations need to occur. Each alternative has to match in at least one combination, so other braces stay.
+    four combinations need to occur. Other braces stay, so that an alternative may match in any combination with them.
 
     Examples:
         >>> list(alternatives("{q,v}_proj"))

@@ -2,7 +2,8 @@
 
 All processes have to run the same program in the same order. So they compare their inputs before a run, and end it at
 the same step. If one raises, the others report that and exit; otherwise they would wait for it forever. If one dies
-without raising, JAX makes the collectives of the others fail or ends them (``heartbeat_timeout_seconds``).
+without raising, JAX raises in the collectives of the other processes. Otherwise JAX ends these processes after
+``heartbeat_timeout_seconds``.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ def check_equal(what: str, text: str) -> None:
 
 
 def any_process(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
-    """Return whether `happened` is True, or an answer missing, for any process; all processes have to call this."""
+    """Return whether any process passes True as `happened`, or does not answer within `timeout_seconds`.
+
+    All processes have to call this function.
+    """
     if jax.process_count() == 1:
         return happened
     replies = exchange(f"lowtide/any/{next(_TOPICS)}", json.dumps(happened), timeout_seconds)
@@ -128,7 +132,13 @@ def _wait_for_file(path: Path) -> bool:
 
 
 class Processes:
-    """Communication of a run's processes; mutable. One process never waits; several require `rules` (`ConfigError`)."""
+    """Communication of a run's processes; mutable.
+
+    A run with a single process exchanges nothing and never waits.
+
+    Raises:
+        ConfigError: for several processes without `rules`.
+    """
 
     def __init__(self, rules: ShardingRules | None) -> None:
         self._rules: Any = rules
@@ -195,7 +205,10 @@ class Processes:
             self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
-        """Yield batches until `ending_together` ends the loop in any process; raise if a process has fewer batches."""
+        """Yield batches of `data`; end early, in all processes at once, if `ending_together` asks for it in any.
+
+        The first batch is always yielded. Raises `ConfigError` if the data of a process ends before that of another.
+        """
         for number, batch in enumerate(data):
             # The first batch is always yielded, because means over no batch would raise.
             self.has_left = self._should_leave(f"{number} or more") and number > 0
@@ -214,7 +227,7 @@ class Processes:
             self._should_end = lambda: False
 
     def fail(self) -> None:
-        """Mark this process as failing, so that another failure does not end it before it has cleaned up."""
+        """Mark this process as failing: it gets `_FAILING_SECONDS` to clean up if another process fails, too."""
         self._is_failing = True
 
     def _should_leave(self, batches: str) -> bool:
@@ -245,7 +258,11 @@ class Processes:
         return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
-        """Return this shard's position, or the first with ``num_processes`` (the number of positions) if none fits."""
+        """Return the saved position of this process's shard of the data; `saved` is a result of `positions`.
+
+        If no entry has this shard, add ``num_processes`` (the number of entries) to the first position. Data that
+        cannot resume from another shard's position refuse it. A position may be None.
+        """
         is_local = self.count > 1 and self._rules.local_batches
         shard = list(self._rules.data_shard) if is_local else None
         for entry in saved:
@@ -255,7 +272,7 @@ class Processes:
         return None if first is None else {**first, "num_processes": len(saved)}
 
     def any(self, happened: bool) -> bool:
-        """Return whether `happened` is True in any process; all processes have to call this."""
+        """Return whether any process passes True or does not answer; all processes have to call this."""
         return happened if self.count == 1 else any_process(happened, self._rules.timeout_seconds)
 
     def min_over_processes(self, number: int | None) -> int | None:
@@ -325,7 +342,10 @@ class Processes:
 
 
 def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lambda model: model) -> Any:
-    """Check that all processes have the same model, and put it on the mesh; a pytree is first passed to `arrange`."""
+    """Check that all processes have the same model, and put it on the mesh.
+
+    A pytree is passed to `arrange` between the two steps. A `ModelObject` is changed in place and returned.
+    """
     processes = Processes(rules)
     if not isinstance(model, ModelObject):
         processes.agree_on_values(model)
@@ -350,7 +370,11 @@ def _digest_batch(batch: Tree) -> str:
 
 
 def _first_difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
-    """Return the index, as text, and both values of the first difference of two lists; other values whole."""
+    """Return the location of the first difference of two values, as text, and what differs there.
+
+    For two lists, the location is the index of an entry, or the length. Otherwise it is empty, and both values are
+    returned as they are.
+    """
     if not (isinstance(expected, list) and isinstance(got, list)):
         return "", expected, got
     for index, (a, b) in enumerate(zip(expected, got, strict=False)):
@@ -368,7 +392,8 @@ def _first_difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
 def fingerprint(tree: Tree, arrangement: Sequence[int] | None = None) -> str:
     """Return a hash of the paths, shapes, dtypes and samples of all leaves, as 16 hexadecimal digits.
 
-    `arrangement` lists the layer of each row below ``layers``, -1 for padding. The hash does not depend on this order.
+    `arrangement` has one entry for each row of the leaves below the path ``layers``: the index of its layer, or -1 for
+    padding. Rows are hashed in the order of the layers, without padding, so the hash does not depend on `arrangement`.
     """
     digest = hashlib.sha256()
     for path, leaf in leaves_with_paths(tree):

@@ -108,7 +108,10 @@ class Traffic:
         return min(sliced, total)
 
     def _outermost_fusion(self, value: int, parameter: Any) -> int:
-        """Return the id of the outermost fusion in `parameter`'s computation that returns `value`; else `value`."""
+        """Follow a value out of nested fusions, at most to the computation of `parameter`.
+
+        While the value is the root of a fused computation, replace it by the fusion. All values are instruction ids.
+        """
         while (body := self._parent[value]) != self._parent[parameter.id] and self._computations[body].root_id == value:
             value = self._fusion_of[body].id
         return value

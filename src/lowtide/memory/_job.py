@@ -1,5 +1,6 @@
 """`Job`: a function, its arguments and their roles as one value, ready for analysis.
 
+A role is a category of memory in a report, such as ``params``.
 The command line, the pytest plugin and `extrapolate` call a user's function that returns a job in one of several forms.
 This module converts the returned value to a `Job`. For other values, it raises an error with the function's name.
 """
@@ -53,14 +54,16 @@ class Job:
         """Convert the return value of a user's function to a job.
 
         Args:
-            value: a `Job`, ``(fn, args)``, ``(fn, args, roles)``, or a mapping whose keys are fields of this class.
+            value: a `Job`; a tuple or list ``(fn, args)`` or ``(fn, args, roles)``; or a mapping whose keys are fields
+                of this class.
             what: name of the value in an error.
 
         Returns:
             The job.
 
         Raises:
-            ConfigError: for any other value.
+            ConfigError: for any other value; for a field of a wrong type; for `kwargs` named ``target``, ``roles``,
+                ``donate_argnums`` or ``static_argnums``.
         """
         if isinstance(value, Job):
             return value
@@ -99,7 +102,8 @@ class Job:
             maker: a function that returns a value for `of`. If it has a parameter ``target``, it receives the `Target`,
                 to build meshes on its devices.
             *values: its positional arguments.
-            target: the target of the later analysis.
+            target: the target for the function's parameter ``target``. The job does not store it, so pass it again to
+                `analyze`.
             what: the function's name in an error; None for its own name.
             **settings: its keyword arguments.
 

@@ -80,17 +80,18 @@ def load(
 
     Args:
         directory: the folder with `config.json` and safetensors weights, or a GGUF file (see `gguf_file`).
-        dtype: dtype of the parameters. ``"auto"`` keeps the stored dtype, or the dtype before quantisation. If a file
-            does not record the latter, it is the embedding's stored dtype, or bfloat16 for a quantised embedding.
+        dtype: dtype of the parameters. ``"auto"`` keeps the stored dtype, and for quantised weights their dtype before
+            quantisation. If the file does not record that dtype, the weights get the stored dtype of the embedding, or
+            bfloat16 if the embedding is also quantised.
         compute_dtype: dtype of activations and products.
         host: leaves to keep in the host memory of their devices, from which `lowtide.offload` streams them. Globs on
-            paths such as ``"layers/**"``, or a predicate ``(path, shape) -> bool``. A device holds no such leaf, only
-            one matrix while it is quantised, so the model may be larger than device memory.
+            paths such as ``"layers/**"``, or a predicate ``(path, shape) -> bool``. The model may be larger than device
+            memory: these leaves take none, except for one matrix at a time while `quantize` quantises it.
         sharding: function from a leaf's path and shape (`jax.ShapeDtypeStruct`) to its sharding, such as
             `lowtide.train.ShardingRules.of`. Each process reads the parts that its devices hold.
-        quantize: a format of `lowtide.quantize` for the projections of all layers, such as ``"nf4"``. They are frozen,
-            and quantised while they are read. Or a dict from globs to formats, whose first match applies:
-            ``{"layers/**/*_proj": "nf4", "outer/**": "int8"}`` also stores embedding and head in 8 bits.
+        quantize: a format of `lowtide.quantize` for the projections of all layers, such as ``"nf4"``. Or a dict from
+            globs to formats, whose first match applies: ``{"layers/**/*_proj": "nf4", "outer/**": "int8"}`` also stores
+            embedding and head in 8 bits. Weights are quantised while they are read, and quantised weights are frozen.
 
     Returns:
         The decoder, placed by `sharding` or on JAX's default device, except for leaves that `host` selects.
@@ -197,7 +198,7 @@ class StoredWeight(NamedTuple):
 
 
 def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
-    """Return the weights in the files of a directory, by Hugging Face name.
+    """Return the stored format, shape and size of each weight of a directory, by Hugging Face name.
 
     Args:
         directory: the folder with `config.json` and safetensors weights, or a GGUF file.
@@ -216,7 +217,7 @@ def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
 
 
 def quantization_of(directory: str | Path) -> str | None:
-    """Return the name of the software that quantised the weights of a directory, or None.
+    """Return the quantisation method of a directory's weights, such as ``bitsandbytes`` or ``fp8``, or None.
 
     Args:
         directory: the folder with `config.json`. A GGUF file gives None, because its weights become arrays.
@@ -232,7 +233,7 @@ def quantization_of(directory: str | Path) -> str | None:
 def _open_weights(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, notes: list[str]
 ) -> Generator[Mapping[str, Stored], None, None]:
-    """Yield all weights by Hugging Face name, while the files are open."""
+    """Yield all weights by Hugging Face name, while the files are open; append messages for the user to `notes`."""
     if (file := gguf_file(directory)) is not None:
         from .gguf import map_tensors  # imported here to keep `import lowtide.models` fast
 
@@ -339,8 +340,8 @@ def save(
     """Save a model as a Hugging Face directory that `transformers` loads.
 
     An older model in the folder stays until the new one is complete on the disk. If the process is killed, the folder
-    holds the old or the new model. When `config.json` or the tokenizer differ, there is no model at all during a few
-    renames. Older shards are deleted.
+    holds the old or the new model, with one exception. If `config.json` or the tokenizer changes, a process that is
+    killed during the last few renames leaves no model. Older shards are deleted.
 
     Args:
         model: a decoder of plain arrays (merge adapters first).
@@ -413,8 +414,8 @@ def host_bytes(model: Tree) -> HostBytes:
     File pages that the operating system caches are not counted, because it reclaims them on demand.
 
     Args:
-        model: the model or its shapes: arrays or `jax.ShapeDtypeStruct`s. A leaf without a sharding counts as a whole,
-            on a device.
+        model: the model or its shapes: arrays or `jax.ShapeDtypeStruct`s. A leaf without a sharding is assumed
+            to be whole on one device.
 
     Examples:
         >>> host_bytes({"w": jax.ShapeDtypeStruct((80, 4096, 4096), jnp.bfloat16)}).loading // 2**20
@@ -433,7 +434,10 @@ def host_bytes(model: Tree) -> HostBytes:
 
 
 def _iter_names(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield the index of each tensor of a leaf in its stack (layer, or layer and expert), and its Hugging Face name."""
+    """Yield pairs of a stack index and a Hugging Face name, one for each tensor of a leaf.
+
+    The index is ``()``, ``(layer,)`` or ``(layer, expert)``.
+    """
     names = family_of(config).names
     *module, leaf = (entry.key for entry in path)
     leaf_path = "/".join([*module, leaf])
@@ -550,8 +554,8 @@ class _LeafPlan:
 def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: str) -> _LeafPlan:
     """Decide how to read a leaf; `sources` are in the order of its stack.
 
-    With a `dtype` of None, the leaf gets the common dtype of the stored dtypes, or of the dtypes before quantisation,
-    which loses no digits. `otherwise` stands for a dtype before quantisation that the file does not record.
+    If `dtype` is None, the leaf gets JAX's promotion of the dtypes of its sources, so no source loses digits. The dtype
+    of a quantised source is the one before quantisation, or `otherwise` if the file does not record it.
     """
     leaf_dtype = dtype
     if dtype is None:
@@ -570,7 +574,10 @@ def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dty
 
 
 def _dequantization_notes(plans: Sequence[_LeafPlan]) -> list[str]:
-    """Return messages, with reasons, on quantised weights that become arrays as a stack, but not alone."""
+    """Return a message for each reason why a stack of quantised weights becomes an array.
+
+    `group_tensors` has the messages about formats that always become arrays.
+    """
     notes: list[str] = []
     for reason in dict.fromkeys(leaf_plan.why for leaf_plan in plans if leaf_plan.why):
         affected = {leaf_plan.path: leaf_plan.like for leaf_plan in plans if leaf_plan.why == reason}

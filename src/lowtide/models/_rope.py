@@ -92,7 +92,11 @@ def _depends_on_length(config: DecoderConfig) -> bool:
 
 
 def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Array | None:
-    """Return whether the last token of a document changed frequencies of earlier tokens, [B]; None: none ever does."""
+    """Return for each row whether its last token changed the rotary frequencies of earlier tokens, [B].
+
+    `lengths_B` counts the tokens of a row, including the last one. The result is None if frequencies do not depend on
+    the length.
+    """
     scaling = config.rope_scaling
     if scaling is None or not _depends_on_length(config):
         return None
@@ -125,7 +129,7 @@ def _base_frequencies(theta: float | Array, dim: int) -> Array:
 
 
 def _yarn_ramp(scaling: RopeScaling, theta: float, dim: int) -> Array:
-    """Return the unscaled share of each frequency: 1 for fast rotations, 0 for slow rotations."""
+    """Return the weight of the unscaled value in each blended frequency: 1 for fast rotations, 0 for slow rotations."""
 
     # Solve turns = length * theta ** (-2 d / dim) / (2 pi) for d, the index of the frequency.
     def dimension(turns: float) -> float:

@@ -96,13 +96,14 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Compute attention with the implementation selected for the target device.
 
-    N / K query heads share one head of keys and values, which is not repeated. Causality, windows and segments define
-    the mask. Mask and bias arrays [T, S] (as for ALiBi) are not supported, because kernels would read them from memory;
-    `jax.nn.dot_product_attention` takes such arrays.
+    N / K query heads share one head of keys and values. Key/value heads are repeated only if tokens are sharded and the
+    devices cannot divide the K heads evenly. Causality, windows and segments define the mask. Mask and bias arrays
+    [T, S] (as for ALiBi) are not supported, because kernels would read them from memory. Use
+    `jax.nn.dot_product_attention` for such arrays.
 
     If the mesh of a trainer or of `jax.set_mesh` has an axis ``context``, tokens are sharded along it. All-to-all
     exchanges give each device all tokens of a part of the heads, and restore the sharding by tokens afterwards. Inside
-    of a `jax.shard_map` over that axis there is no communication.
+    of a `jax.shard_map` over that axis there is no communication, and each device attends only to its own tokens.
 
     Args:
         q: queries [B, T, N, H]; in a decoder with a cache, those of the new tokens.
@@ -112,7 +113,8 @@ def attention(
             to equal S.
         scale: factor of the scores; None means ``H ** -0.5``. It may be traced, and learned.
         soft_cap: soft cap: scores become ``soft_cap * tanh(scores / soft_cap)`` before masking; None means no cap.
-        sinks: scores of sinks [N]: for each query head, that of one more key without a value; None means no sinks.
+        sinks: attention sinks [N]. Each query head has one: the score of an additional key that has no value. None
+            means no sinks.
         implementation: ``"cudnn"``; ``"splash"``, JAX's kernel for TPUs; ``"blocks"``, XLA operations on one block of
             scores at a time; or ``"xla"``, XLA operations on all scores at once. Only ``"xla"`` has forward-mode
             derivatives (`jax.jvp`, `jax.linearize`, `jax.hessian`). None selects the first of these that supports the
@@ -139,12 +141,13 @@ def attention(
             window of 0 a query sees nothing.
 
     Memory:
-        cuDNN: log-sum-exps [B, N, T] from the forward pass; with segments a mask [B, 1, T, T].
+        cuDNN: log-sum-exps [B, N, T] from the forward pass. Segments and traced windows need a mask array
+            [B or 1, 1, T, S]. So does a start that is traced or not 0, and a window without causality.
         Blocks: the float32 scores of one block, at most 64 MiB on a device (8 MiB on a CPU), unless a block of 128 x
             128 has more. Residuals are `q`, `k`, `v`, the output and the log-sum-exps [B, N, T]; the last two have the
             checkpoint names ``attn_out`` and ``attn_lse``. The backward pass has float32 gradients of keys and values.
-        Splash: the same residuals, no scores, and copies of some heads of one row. With bfloat16 and H = 128 these are
-            8 MiB of queries, or more for long rows.
+        Splash: the same residuals, no scores, and copies of the arrays for some heads of one row. With bfloat16 and
+            H = 128, the copy of the queries has at most 8 MiB, unless the heads of one key/value head have more.
         All scores: [B, N, T, S], in float32 at least.
 
     Examples:
@@ -251,7 +254,7 @@ def attention_implementation(
 
 
 def _select_implementation(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> Implementation:
-    """Return the target's kernel if it supports the arguments, else ``"xla"`` for few queries or ``"blocks"``."""
+    """Return the first preferred kernel that supports the arguments, else ``"xla"`` for few queries or ``"blocks"``."""
     for name, kernel in KERNELS.items():
         if kernel.is_preferred(q, k, mask) and not kernel.unsupported_reason(q, k, mask, scores):
             return name

@@ -1,9 +1,10 @@
 """Low-precision optimizer state, and bfloat16 weights updated as if they were wider, for any Optax optimizer.
 
 The state is stored packed, and the wrapped transformation gets it decoded. XLA decodes it inside the update, so no
-decoded copy of the whole state exists. Limits: a change of a number by less than half of the distance between two codes
-is lost. In bfloat16, stochastic rounding keeps such changes on average. Blocks run along the last axes: a mesh that
-shards these axes should give whole blocks to each device.
+decoded copy of the whole state exists. Exception: on a mesh whose shardings are unknown, the update may hold the whole
+state in float32. Limits: a change of a number by less than half of the distance between two codes is lost. In bfloat16,
+stochastic rounding keeps such changes on average. Blocks run along the last axes: a mesh that shards these axes should
+give whole blocks to each device.
 """
 
 from __future__ import annotations
@@ -95,12 +96,12 @@ def low_precision(
     """Store an optimizer's state in 8 or 4 bits, or in bfloat16; update bfloat16 weights as if they were wider.
 
     Args:
-        tx: any Optax transformation. Chains and wrappers go inside, except those that leave the state unchanged in
-            some steps (see Returns).
+        tx: any Optax transformation, also a chain or a wrapper. Wrappers that leave the state unchanged in some steps
+            are cheaper around this transformation (see Returns).
         format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
-            (e4m3, blocks of 256), ``4bit`` (companded, blocks of 64; no second moment is 0) or ``bfloat16``
-            (stochastically rounded). Or a mapping from regular expressions on paths to these formats, which replaces
-            `match`; the first expression that matches a path decides. Or None, to use only `weights`.
+            (e4m3, blocks of 256), ``4bit`` (companded, blocks of 64; second moments have no code for 0) or
+            ``bfloat16`` (stochastically rounded). Or a mapping from regular expressions on paths to these formats,
+            which replaces `match`; the first expression that matches a path decides. Or None, to use only `weights`.
         weights: how bfloat16 parameters keep updates below 1/256 of their value; None loses these. ``split`` stores a
             weight's residual, the rounding error of its bfloat16 value, in 8 bits; ``kahan`` in bfloat16.
             ``stochastic`` stores none and rounds weights stochastically. `tx` then gets parameters and gradients in
@@ -118,14 +119,16 @@ def low_precision(
     Returns:
         A transformation whose state holds packed leaves. Its updates are those of `tx` for the decoded state. Call its
         ``update`` under `jax.jit` with the state donated. Wrappers that leave the state unchanged in some steps, such
-        as `optax.MultiSteps`, may be part of `tx`; around this transformation they avoid decoding an unchanged state.
+        as `optax.MultiSteps`, may be part of `tx`. If they wrap this transformation instead, these steps do not decode
+        the state.
 
     Raises:
         ConfigError: for an invalid `tx`, format, regular expression, size, seed or leaf of `shardings`, for neither a
             format nor `weights`, and for a `match` without effect. From ``init``: for `weights` without bfloat16
-            parameters, a second `low_precision` inside, and a selected leaf in host memory. Also for moments that do
-            not tolerate the format: centered RMSProp's and `lt.train.ema`'s in any format; Momo's and AdEMAMix's slow
-            mean in 8 bits or less; D-Adaptation's in 4 bits. From ``update``: for `weights` without parameters.
+            parameters, a second `low_precision` inside, and a selected leaf in host memory. Also for moments that need
+            more bits than the format has. Moments of centered RMSProp and the average of `lt.train.ema` need float32.
+            Moments of Momo and the slow mean of AdEMAMix need 16 bits; moments of D-Adaptation need 8 bits.
+            From ``update``: for `weights` without parameters.
         SelectionError: from ``init``, when no leaf of the state is selected.
         PlacementError: from ``update``, for a state in host memory.
         StructureError: from ``update``, for a state of another transformation or of other parameters, for gradients or
@@ -133,8 +136,8 @@ def low_precision(
             derivative through the packed state, as in meta-learning.
 
     Warns:
-        PlacementWarning: from ``init``, when a regular expression selects nothing that is packed: no leaf, only leaves
-            of an earlier expression, or only small leaves and other dtypes than real floating-point ones. Also when it
+        PlacementWarning: from ``init``, when a regular expression packs no leaf. It matches no leaf, earlier
+            expressions match its leaves, or its leaves are small or not real floating-point arrays. Also when it
             selects a copy of the parameters. From ``update``, when it is traced for a mesh without `shardings`; GPUs
             and bfloat16 do not need them.
 
@@ -213,7 +216,10 @@ class _LowPrecision:
         return state
 
     def _selects(self, params: Tree) -> bool:
-        """Return whether ``init`` must select a leaf; it need not without patterns or for a part of the parameters."""
+        """Return whether the patterns must select a leaf of the state.
+
+        This is not required without patterns or parameters, or if `params` is only a part of the parameters.
+        """
         return bool(self.patterns and jax.tree.leaves(params)) and not is_part()
 
     def _find_warnings(self, state: Tree, params: Tree) -> Iterator[str]:
@@ -476,7 +482,10 @@ class _LowPrecision:
         return jax.tree.structure(old, is_leaf=is_packed).unflatten(leaves)
 
     def _key(self, step: Any, number: int) -> Any:
-        """Return a random uint32 for a step and a leaf; `number` counts state from 0, parameters from -1 down."""
+        """Return a random uint32 for a step and a leaf.
+
+        `number` is the index of a leaf of the inner state, or -1 minus the index of a parameter.
+        """
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         return jax.random.bits(jax.random.fold_in(key, jnp.int32(number).astype(jnp.uint32)), dtype=jnp.uint32)
 
@@ -647,7 +656,10 @@ def _fill_value(producers: Mapping[int, Any], constants: Mapping[int, Any], valu
 
 
 def _pack_fill(leaf: _Filled, form: str, is_positive: bool, key: Any) -> PackedArray:
-    """Pack an array that is filled with one number: pack a single block; `key` as in `PackedArray.rounded`."""
+    """Pack an array that is filled with one number: pack one block, and repeat its code and its scale.
+
+    `key` has the meaning that it has in `PackedArray.rounded`.
+    """
     pack = functools.partial(PackedArray.stored, format=form, key=key, is_positive=is_positive)
     block = pack(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
     template = jax.eval_shape(pack, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
@@ -687,10 +699,10 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
     """Convert an optimizer's state to the format of another transformation.
 
     Args:
-        state: a state of `low_precision` around an optimizer, or of that optimizer alone. States of other
-            transformations may contain it.
+        state: a state of `low_precision` around an optimizer, or of that optimizer alone. It may also be nested in
+            the state of a chain or a wrapper.
         tx: the transformation that continues the run: `low_precision` around the same optimizer, or that optimizer
-            alone.
+            alone, in the same chain or wrapper.
         params: the current parameters.
 
     Returns:

@@ -69,8 +69,8 @@ class Moment(NamedTuple):
 def parse_patterns(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[str], str]]:
     """Return pairs of a regular expression on the paths of a state and the format of the leaves that it matches.
 
-    The arguments are those of `low_precision`. Raises `ConfigError` for an unknown format, an invalid regular
-    expression, or arguments that have no effect.
+    The arguments are those of `low_precision`; `weights` is only checked. Raises `ConfigError` for an unknown format or
+    value of `weights`, an invalid regular expression, or arguments that have no effect.
     """
     if weights is not None:
         hint = 'use "split", which loses the least precision per byte, or leave weights out'
@@ -136,8 +136,8 @@ def check_bits(path: str, form: str, moment: Moment) -> None:
 def optimizer_paths(state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the path of each leaf of a state, in order, without the path of the parameter that the leaf belongs to.
 
-    So a parameter named mu, as in variational models, is not mistaken for a moment. With a parameter ``mu/kernel``,
-    ``z/mu/kernel`` becomes ``z``, and ``0/mu/mu/kernel`` becomes ``0/mu``.
+    So a regular expression for the moment mu does not match a module named mu, as in variational models. For the
+    parameter ``mu/kernel``, the state's path ``z/mu/kernel`` becomes ``z``, and ``0/mu/mu/kernel`` becomes ``0/mu``.
     """
     param_paths, paths = {path for path, _ in leaves_with_paths(params)}, list[str]()
 

@@ -1,9 +1,9 @@
 """Detection of a loss, gradients or weights that are not finite, and the reaction of the run.
 
-A finite loss and finite gradients do not guarantee a finite update: a norm of zero or a rate that is far too high makes
-NaN. To drop such an update, a step would have to hold the old and the new state at once. So weights are checked later:
-before copies, checkpoints and evaluations, and at the end. Weights on the host are not checked, because they would have
-to be copied to the device.
+A finite loss and finite gradients do not guarantee a finite update: a norm of zero, or a learning rate that is far too
+high, makes NaN. To drop such an update, a step would have to hold the old and the new state at once. So weights are
+checked later: before the state is copied to the host, before checkpoints and evaluations, and at the end of a run.
+Weights on the host are not checked, because they would have to be copied to the device.
 """
 
 from __future__ import annotations
@@ -58,12 +58,17 @@ class NonFinitePolicy:
     def observe(self, values: Mapping[str, float]) -> None:
         """Record whether the loss and the gradients of a step are finite.
 
-        Call it before `check_step`. If an interrupt comes between the two calls, its handling can use this record.
+        Call it before `check_step`. If an interrupt comes between the two calls after a step that was not finite, the
+        run saves no checkpoint.
         """
         self.has_nonfinite_values = bool(_nonfinite_names(values))
 
     def check_step(self, step: int, values: Mapping[str, float]) -> int | None:
-        """React to a step: raise `NonFiniteError`, or return the step of restored weights, or None to continue."""
+        """Check the metrics of a step, and apply `on_nan` if the loss or the gradient norm is not finite.
+
+        It returns the step of the restored weights, or None if nothing was restored. If the run cannot continue, it
+        raises `NonFiniteError`.
+        """
         names = _nonfinite_names(values)
         if not names:
             self._num_failures = 0
@@ -83,7 +88,11 @@ class NonFinitePolicy:
         return self._react(step, paths[0], math.nan)
 
     def _react(self, step: int, name: str, value: float) -> int | None:
-        """Raise `NonFiniteError`, restore the last copy and return its step, or return None to continue."""
+        """Apply `on_nan` to a value that is not finite, and return the step of the restored copy, or None.
+
+        None means that the run continues with its state. If it cannot continue, it raises `NonFiniteError`, and first
+        restores a copy if the weights contain the bad update.
+        """
         self._num_failures += 1
         if self._on_nan == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
             # A copy, because a rollback may delete the state. The count stays, so the run continues with new batches.
@@ -125,9 +134,11 @@ class NonFinitePolicy:
     # --- after an exception ----------------------------------------------------------------------------------------
 
     def handle_last_step(self, error: BaseException, step: int, values: Mapping[str, float], *, is_alone: bool) -> None:
-        """Restore a copy if the loss or gradients of an unchecked step are not finite and its update was not dropped.
+        """Restore a copy if a pending step has applied an update from a loss or gradients that are not finite.
 
-        With several processes (`is_alone` is false) only mark the run as rolled back: a single one cannot restore.
+        It applies to an `on_nan` of ``"abort"`` and ``"roll_back"``, if steps do not drop such updates. The run is then
+        marked as rolled back. With several processes (`is_alone` is false) it is only marked, because one process
+        cannot restore alone.
         """
         names = _nonfinite_names(values)
         if names and self._on_nan in ("abort", "roll_back") and not self._is_guarded:
@@ -138,7 +149,7 @@ class NonFinitePolicy:
             self.has_rolled_back = True
 
     def restore_finite_weights(self, error: BaseException) -> None:
-        """Restore a copy if an update has made weights non-finite and they were not checked since."""
+        """Restore a copy if an update has made trainable weights NaN or infinite, and add a note to `error`."""
         with note_failure(error, "going back"):
             if paths := self._nonfinite_weights():
                 error.add_note(f"an update made {paths[0]} not finite")

@@ -1,8 +1,8 @@
 """Access to an optimizer's state: a running average of the weights (`ema`), and learning rates.
 
 The average is part of the optimizer's state. So it is saved, sharded and rolled back like the rest of that state, and
-`lowtide.offload.optimizer` can offload it (``match=r".*/average/.*"``). It needs bytes only for trainable leaves.
-Learning rates are read from the state of `optax.inject_hyperparams`.
+`lowtide.offload.optimizer` can offload it (``match=r".*/average/.*"``). It covers the leaves that the optimizer gets:
+in `Trainer`, the trainable ones. Learning rates are read from the state of `optax.inject_hyperparams`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
         ConfigError: for a `decay` that is not above 0 and below 1; from ``update``, if it is called without parameters.
 
     Memory:
-        One float32 copy of the trainable leaves.
+        One copy of the leaves passed to ``init``, in float32 or wider. The copy is also the initial average.
 
     Examples:
         >>> tx = ema(optax.sgd(1.0), decay=0.5)
@@ -96,13 +96,16 @@ def find_average(state: Tree) -> Tree | None:
 
 
 def find_learning_rates(opt_state: Tree, field_name: str = "hyperparams") -> list[tuple[Any, Any]]:
-    """Return the paths and values of the learning rates in a field of the states of `optax.inject_hyperparams`."""
+    """Return the path and the value of each learning rate in the states of `optax.inject_hyperparams`.
+
+    `field_name` is the field to search: ``hyperparams`` (current values) or ``hyperparams_states`` (schedules).
+    """
     # The field excludes moments of a parameter that is named ``learning_rate``.
     matches = optax.tree.get_all_with_path(opt_state, "learning_rate")
     return [(path, value) for path, value in matches if len(path) > 1 and getattr(path[-2], "name", None) == field_name]
 
 
 def learning_rate_metric(opt_state: Tree) -> dict[str, Any]:
-    """Return the metric ``learning_rate`` for an optimizer's state, or {} if it has none or several."""
+    """Return the metric ``learning_rate``, or {} unless the optimizer's state has exactly one and it is a scalar."""
     matches = find_learning_rates(opt_state)
     return {"learning_rate": matches[0][1]} if len(matches) == 1 and matches[0][1].ndim == 0 else {}

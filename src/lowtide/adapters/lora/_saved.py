@@ -1,8 +1,8 @@
 """Arrays that train as a whole (PEFT's `modules_to_save`, biases), without a low-rank form: node, selection and files.
 
 The node holds the frozen original array and a copy that trains, as in PEFT. So the base is available without the
-adapter, and one glob selects the trainable leaves of every kind. Deviation from PEFT: the copy is float32 for every
-dtype of the array, like all trainable leaves here.
+adapter, and ``**/lora_*`` selects the trainable leaves of every kind of adapter. Deviation from PEFT: the copy is
+float32 for every dtype of the array, like all trainable leaves here.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ class SavedWeight(AdapterWeight):
 
 
 def make_saved(weight: Any, values: Any = None) -> SavedWeight:
-    """Make a node with a float32 copy of `weight`, or of `values`, sharded like `weight`; for a shape, with a shape."""
+    """Make a node with a float32 copy of `weight`, or of `values` if it is not None, sharded like `weight`.
+
+    If `weight` is a `jax.ShapeDtypeStruct`, the copy is one, too.
+    """
     sharding = getattr(weight, "sharding", None)
     if isinstance(weight, jax.ShapeDtypeStruct):
         return SavedWeight(weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=sharding))
@@ -324,7 +327,8 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
     """Return the names of the tensors that files must have for arrays that train as a whole.
 
     The results are the set of all names, and the names of each array by `Site.index`, one per layer. It raises if only
-    some layers of a stack, or one of two tied modules, would train. `adapted` holds the names of modules with adapters.
+    some layers of a stack would train, or one of two tied modules without PEFT's `ensure_weight_tying`. `adapted` holds
+    the names of modules with adapters.
     """
     keys: dict[int, list[str]] = {}
     by_index = {site.index: site for site in sites(model)}

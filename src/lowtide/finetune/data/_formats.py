@@ -1,4 +1,4 @@
-"""Detect the format of data files by name and first bytes, and refuse files that are not plain text.
+"""Detect the format of data files by name and first bytes, and refuse to read other formats as plain text.
 
 Without this check, a run could train on a table as if it were plain text: the loss falls, the run reports success, and
 the model has learned commas. So such a file raises an error with its format and the fields of its first record.
@@ -25,13 +25,14 @@ _UNPACK = "unpack it first"
 
 
 class _FileFormat(NamedTuple):
-    """A format of files that are not plain text; `description` and `hint` are for messages."""
+    """A format of files that are not read as plain text; `description` and `hint` are for messages."""
 
     description: str
     hint: str = _WRITE_JSON_LINES
     first_bytes: bytes = b""
     """The bytes that every file of the format begins with; empty if they are not fixed."""
     is_text: bool = False
+    """Whether the files are text, such as CSV, and not binary."""
     is_read: bool = False
     """Whether Lowtide reads records from the files; `_READERS` of `_read` has the readers."""
 
@@ -82,7 +83,10 @@ _UTF16 = _FileFormat("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
 
 
 def refuse_other_formats(path: Path) -> None:
-    """Raise DataError for an existing file that is neither plain text nor JSON lines."""
+    """Raise DataError for an existing file that is neither plain text nor JSON lines in a file named ``*.jsonl``.
+
+    JSON lines under any other name raise, with the hint to rename the file. Pipes, devices and sockets also raise.
+    """
     if not path.is_file():
         got = "a pipe" if path.is_fifo() else "a device or a socket"
         hint = "write the content into a file; a resumed run reads its data again"
@@ -105,9 +109,10 @@ def refuse_other_formats(path: Path) -> None:
 
 
 def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
-    """Raise DataError if records are at least half of the bytes of a folder's `files`, or chats are among its text.
+    """Raise DataError if at least half of the bytes of `files` are in formats of `_FORMATS`.
 
-    A source tree may contain a few tables, but no chats, prompts or instructions (`RECORD_FIELDS`).
+    It also raises if one of `files` begins with a training record (`RECORD_FIELDS`). A source tree may contain a few
+    tables, but no chats, prompts or instructions.
     """
     sizes = {file: file.stat().st_size for file in files}
     records = [file for file in files if file.suffix.lower() in _FORMATS]
@@ -126,7 +131,7 @@ def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _refuse_records_among_text(folder: Path, records: Sequence[Path]) -> None:
-    """Raise DataError if a file begins with a training record, whose braces the model would learn as text."""
+    """Raise DataError if a file begins with a training record, whose syntax the model would learn as text."""
     for file in records:
         suffix = file.suffix.lower()
         fields = first_fields(read_head(file), suffix) if suffix in TEXT_SUFFIXES else []
@@ -193,7 +198,10 @@ def _is_utf16(head: bytes) -> bool:
 
 
 def is_data(path: str | Path) -> bool:
-    """Return whether a path is data rather than a model, an adapter or a run."""
+    """Return whether a path is a folder of records, or a file with a suffix of records, ``.txt`` or ``.md``.
+
+    Models, adapters and runs are not data. Folders of plain text and files of source code also give False.
+    """
     path = Path(path)
     if path.is_dir():
         from ._read import is_records

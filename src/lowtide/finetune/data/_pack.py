@@ -1,6 +1,6 @@
-"""Make training batches of tokenised records: split them, pack them into rows, and shuffle the rows.
+"""Make batches of tokenised records: hold out documents for evaluation, and pack the documents into rows.
 
-Dimensions: B rows of a batch, T tokens of a row. Grain shuffles, repeats and batches the rows, as for text.
+Dimensions: B rows of a batch, T tokens of a row. Grain shuffles, repeats and batches training rows, as for plain text.
 """
 
 from __future__ import annotations
@@ -122,26 +122,28 @@ def record_data(
     """Tokenise, split, pack and shuffle records, and return batches and a report.
 
     Args:
-        source: a path for `read_records`, or texts, or texts by their name in errors.
+        source: a path for `read_records`, a list of texts, or a dict from names to texts. Errors contain these names.
         tokenizer: the model's tokenizer.
         template: its chat template, if any.
         seq_len: tokens in a row, T.
         batch_size: rows in a batch, B.
         seed: seed of the split and of the order of rows.
         eval_source: a separate evaluation set; None: a fraction of the documents is held out.
-        columns: ``field=column`` words.
-        end_token: token appended to text and completions.
+        columns: words ``field=column``, such as ``("messages=chat",)``: which column of the data has which field.
+        end_token: id of a token appended to text and completions, but not to chats; None: no token is appended.
         held_out_fraction: fraction of the documents to hold out, at least one document.
-        loss_on: ``completion`` or ``all``.
+        loss_on: ``completion``: only completions, outputs and turns of the assistant are learned; ``all``: all tokens.
+            Documents of plain text are always learned as a whole.
         packing: ``best-fit``, or ``none`` for one document a row.
-        too_long: ``cut``, ``split`` or ``drop``.
+        too_long: what happens to documents longer than a row: ``cut``, ``split`` or ``drop``, as in `cut_documents`.
         vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
         on_progress: called with two equal arguments, the number of finished records, since the total is unknown.
 
     Raises:
         DataError: for unusable data, tokens without an embedding, and if no training or evaluation document is left.
         ModelFileError: for an unusable tokenizer or template.
-        ConfigError, OutputError: for unusable `columns`; when the cache folder cannot be written.
+        ConfigError: for unusable `columns`.
+        OutputError: when the cache folder cannot be written.
 
     Memory:
         The host holds about 100 bytes a document, and the rows of the batches that Grain prefetches. The tokens are in
@@ -361,9 +363,9 @@ def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_len: int, too_
 def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
     """Pack pieces into rows, best-fit decreasing.
 
-    From Fewer Truncations Improve Language Modeling (arXiv:2404.10830): each piece, longest first, goes into the row
-    with the least free space that holds it. The distinct free spaces are kept sorted, so a piece costs one bisection:
-    O(n log T) comparisons for rows of T tokens, in addition to sorting the lengths.
+    The algorithm is that of Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830). Each piece,
+    longest first, goes into the row with the least free space that holds it. The distinct free spaces are kept sorted,
+    so a piece costs one bisection: O(n log T) comparisons for rows of T tokens, in addition to sorting the lengths.
 
     Args:
         lengths: tokens of each piece, from 1 to `seq_len`.
@@ -404,7 +406,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
 def _pack(
     store: Store, documents: np.ndarray, source: str, *, seq_len: int, packing: str, too_long: str
 ) -> tuple[Pieces, Rows, dict[str, Any]]:
-    """Cut and pack documents, and count cut, dropped and unlearned ones."""
+    """Cut documents, drop pieces without a learned token, and pack the others; return counts for the report, too."""
     pieces = cut_documents(store.lengths, documents, seq_len, too_long)
     # Drop pieces without a learned token before packing: they would fill rows and add nothing to the loss.
     num_learned = _count_learned(store, pieces)
