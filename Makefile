@@ -59,6 +59,7 @@ define lanes
 	wait $$lane || second=$$?; echo "==> tests that start processes"; cat $(LOGS)/$(3)-processes.log; \
 	case "$$first $$second$(if $(strip $(PYTEST_ARGS)), with arguments)" in \
 		"0 0"|"0 0 with arguments"|"0 5 with arguments"|"5 0 with arguments") ;; \
+		"5 5 with arguments") echo "error: no test of this tier matches PYTEST_ARGS" >&2; exit 1 ;; \
 		*) echo "pytest ended with $$first and, for tests that start processes, with $$second" >&2; exit 1 ;; \
 	esac
 endef
@@ -99,11 +100,11 @@ pytest-all: $(VENV)/.installed-dev
 	$(call lanes,not peers and not gpu,--hypothesis-profile=slow $(addprefix --ignore=,$(OPTIMIZED)),all)
 
 lint: $(VENV)/.installed-dev ## Ruff, pyright, import-linter, and the limits of scripts/house.py.
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	@status=0; $(BIN)/ruff check . || status=1; \
+	$(BIN)/ruff format --check . || { echo "hint: make format"; status=1; }; \
+	$(BIN)/python scripts/house.py || status=1; exit $$status
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/house.py
 
 format: $(VENV)/.installed-dev ## Let ruff rewrite what it can.
 	$(BIN)/ruff check --fix .

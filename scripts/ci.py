@@ -454,6 +454,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("begun", type=Path, help="file of `begin`")
     command.add_argument("logs", type=Path, nargs="+", help="output of the pytest runs")
     options = parser.parse_args(arguments)
+    paths = [*getattr(options, "logs", []), *(getattr(options, name, None) for name in ("selection", "begun"))]
+    if missing := [path for path in paths if path and not path.exists() and options.command != "begin"]:
+        sys.exit(f"error: no such file: {missing[0]}")
     if options.command == "verified":
         print(write_verified(options.begun, options.logs))
     elif options.command == "ran":
@@ -468,6 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_selection(output: Path) -> None:
+    print("collecting all tests; this takes up to a minute", flush=True)
     selected, report = select(collect(), read_change(), seed_of(_git("rev-parse", "HEAD")))
     print("\n".join(report))
     output.write_text("".join(f"{case.id}\n" for case in selected), encoding="utf-8")

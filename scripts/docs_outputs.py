@@ -452,17 +452,25 @@ def main(arguments: list[str] | None = None, docs: Docs | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="run, but write nothing; only here XLA_FLAGS count")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="pages at a time (default: one a core)")
     options = parser.parse_args(arguments)
+    if options.strict and not options.check:
+        parser.error("--strict needs --check")
+    if options.check and (options.all or options.dry_run):
+        parser.error("--check runs nothing: leave --all and --dry-run out")
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
     docs = docs or Docs()
     pages, cache = _chosen(docs.pages(), options.pages), docs.cache()
     changes = {name: docs.code_changes(name, text, cache) for name, text in pages.items()}
     code = [name for name in pages if changes[name]]
     modules = [name for name in pages if not changes[name] and docs.did_modules_change(name, cache)]
+    if modules:
+        print(f"modules changed: {', '.join(modules)}")
     for name in code:
         print(f"{name}: {changes[name]}")
-    for name in modules:
-        print(f"{name}: modules changed")
     if options.check:
         print(f"{len(pages)} pages, {len(code)} with changed code, {len(modules)} with changed modules")
+        if code:
+            print("hint: run `make docs`, and commit the pages with docs/outputs.json")
         return int(bool(code or (options.strict and modules)))
     if options.sixth is not None:
         modules = [name for name in modules if is_in_sixth(name, options.sixth)]

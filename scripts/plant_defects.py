@@ -307,15 +307,20 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=15, help="at most for one defect (default: %(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep results here, and skip those in it")
     parser.add_argument("--at-least", type=int, default=0, metavar="N", help="exit with 1 if fewer are caught")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.suite == "ci" and options.markers:
+        sys.exit("error: --markers is for --suite fast: it would leave out tests that .ci/run selects")
+    if options.minutes <= 0:
+        sys.exit(f"error: --minutes must be above 0, not {options.minutes:g}")
+    if missing := [path for path in options.tests if not (ci.ROOT / path.partition("::")[0]).exists()]:
+        sys.exit(f"error: no such test file: {missing[0]}\nhint: paths begin at the folder of the repository")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, defects = read_options(arguments), read_defects()
     if unknown := set(options.only) - {defect.name for defect in defects}:
         sys.exit(f"error: no defect is called {', '.join(sorted(unknown))}\nhint: --list shows their names")
-    if options.suite == "ci" and options.markers:
-        sys.exit("error: --markers is for --suite fast: it would leave out tests that .ci/run selects")
     defects = [defect for defect in defects if not options.only or defect.name in options.only]
     if options.list:
         print("\n".join(f"{defect.name:32} {defect.package:12} {defect.kind:9} {defect.notice}" for defect in defects))

@@ -120,7 +120,7 @@ def test_a_page_is_stale_when_code_or_an_included_file_or_a_module_changed(docs,
     assert check(docs, "--strict") == 0
     (docs.root / "src/lowtide/__init__.py").write_text("# the command imports it\n")
     assert check(docs) == 0
-    assert "page.md: modules changed" in capsys.readouterr().out
+    assert "modules changed: page.md" in capsys.readouterr().out
     assert check(docs, "--strict") == 1
     capsys.readouterr()
     for sixth in range(6):
