@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from lowtide.cli import _fits
+from lowtide.cli._main import main
 from lowtide.finetune import step_job
 from lowtide.memory import MemoryReport
 
@@ -51,6 +53,21 @@ def test_a_models_folder_is_a_job(lowtide: Any, tiny_model_dir: str, tmp_path: P
     assert status == 2 and "are for a model's folder" in errors
     status, _, errors = lowtide("explain", str(tmp_path), "--target", "cpu", "--set", "batchsize=2")  # of one process
     assert status != 0 and "batch_size" in errors
+
+
+def test_one_target_that_does_not_suffice_decides_the_exit_status(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(args: Any, settings: Any, name: str, budget: int | None) -> dict[str, Any]:
+        usable = 3 if name == "v5e" else 1
+        sizes = {"device_bytes": 2, "usable_bytes": usable, "host_bytes": 0, "host_usable_bytes": None}
+        figures = {"compile_seconds": 0.0, "margin_bytes": usable - 2, "host_fits": None, "fits": usable >= 2}
+        return {"target": name, **sizes, **figures}
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(_fits, "_measure", measure)
+    assert main(["fits", "train.py:make_step", "--target", "v5e"]) == 0
+    assert main(["fits", "train.py:make_step", "--target", "v5e", "--target", "v4"]) == 1
 
 
 @pytest.mark.processes

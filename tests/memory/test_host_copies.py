@@ -66,6 +66,7 @@ def test_rows_that_are_scattered_into_an_array_are_copied() -> None:
     assert copies(report) == [("table", 2 * MIB)]
 
 
+@pytest.mark.sentinel
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:optimizer. this compile-only device")
 def test_modes_of_an_offloaded_optimizer_compare_as_on_a_tpu() -> None:
