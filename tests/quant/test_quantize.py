@@ -150,7 +150,6 @@ def test_derivatives_in_x_of_every_kind() -> None:
         np.testing.assert_allclose(one, other, rtol=tolerance)
 
 
-@pytest.mark.slow
 def test_only_codes_and_scales_wait_for_the_backward_pass() -> None:
     made = node("nf4", np.ones((40, 128), np.float32))
     _, vjp = jax.vjp(made.linear, jnp.ones((3, 128)))
