@@ -146,9 +146,12 @@ def affected_by(files: Iterable[str], layers: Sequence[frozenset[str]]) -> Chang
 
 
 def tests_that_name(file: str) -> set[str]:
-    """Return the test files that contain the name of a file outside of `src/` and `tests/`, or its module's name."""
-    name = re.compile(rf"\b{re.escape(Path(file).stem if file.endswith('.py') else Path(file).name)}\b")
-    tests = (path for path in (ROOT / "tests").rglob("test_*.py") if name.search(path.read_text(encoding="utf-8")))
+    """Return the test files that name or import a file outside of `src/` and `tests/`."""
+    pattern = rf"\b{re.escape(Path(file).name)}\b"
+    if file.endswith(".py"):
+        stem = re.escape(Path(file).stem)
+        pattern += rf"|\bimport {stem}\b|[\"']{stem}[\"']"
+    tests = (path for path in (ROOT / "tests").rglob("test_*.py") if re.search(pattern, path.read_text("utf-8")))
     return {path.relative_to(ROOT).as_posix() for path in tests}
 
 

@@ -516,7 +516,7 @@ def argument_names(traced: Any) -> list[str]:
 def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
     """Return the indices of the argument leaves that a `jax.stages.Lowered` reads, in the order of its parameters.
 
-    `num_leaves` counts all leaves. The result is None when JAX does not expose the indices.
+    `num_leaves` counts all leaves. Returns None when JAX does not expose the indices.
     """
     try:
         compile_args = lowered._lowering.compile_args
