@@ -60,7 +60,7 @@ define lanes
 	case "$$first $$second$(if $(strip $(PYTEST_ARGS)), with arguments)" in \
 		"0 0"|"0 0 with arguments"|"0 5 with arguments"|"5 0 with arguments") ;; \
 		"5 5 with arguments") echo "error: no test of this tier matches PYTEST_ARGS" >&2; exit 1 ;; \
-		*) echo "pytest ended with $$first and, for tests that start processes, with $$second" >&2; exit 1 ;; \
+		*) echo "error: pytest ended with $$first and, for tests that start processes, with $$second (5: no test ran)" >&2; exit 1 ;; \
 	esac
 endef
 

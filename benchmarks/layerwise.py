@@ -82,7 +82,7 @@ class Row:
 
 def row(model: str, variant: str, tokens: int, report: Any) -> Row:
     """Return the figures of a report."""
-    capacity = report.target.device_bytes
+    capacity = report.target.budget_bytes
     return Row(
         model=model,
         variant=variant,

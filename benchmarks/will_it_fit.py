@@ -64,6 +64,8 @@ def main() -> None:
             table.unlink(missing_ok=True)
             # Status 1 means that a target does not suffice.
             subprocess.run([*command, "--json", str(table)], env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False)
+            if not table.exists():
+                sys.exit(f"error: lowtide fits wrote no table for {case}; its error is above")
             rows[case] = json.loads(table.read_text())
             write(RESULT, {**header("python benchmarks/will_it_fit.py"), "rows": rows})
 

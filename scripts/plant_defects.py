@@ -11,8 +11,8 @@ then the rest, up to the first failure. A failing test counts as a catch if it f
 passes without the defect; running out of time counts as failing. The script writes the output file after each defect; a
 second call skips the defects in it.
 
-`.ci/run` does not select the same tests for every commit. So the result of `--suite ci` also says in how many of 48
-commits the test that caught the defect runs.
+`.ci/run` does not select the same tests for every commit. So the result of `--suite ci` also has the share of commits
+for which the test that caught the defect runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ import ci
 DEFECTS = Path(__file__).with_name("defects.toml")
 OWN_TESTS = "tests/test_defects.py"
 """This file searches for the old texts, so it would fail with every defect. It is never run here."""
-NUM_SEEDS = 4 * ci.NUM_ROTATIONS
 CONFIRM_SECONDS = 300
 """Time limit of a single test that runs again."""
 COLLECT = """
@@ -233,12 +232,14 @@ class Plan:
                 file.write_text("".join(f"{id}\n" for id in ids), encoding="utf-8")
                 yield ["-n", "2", "-m", self.local, f"@{file}"]
 
-    def num_selecting(self, defect: Defect, test: str) -> int:
-        """Return in how many of `NUM_SEEDS` commits with this defect `.ci/run` runs the test."""
+    def selected_share(self, defect: Defect, test: str) -> float:
+        """Return the share of commits with this defect for which `.ci/run` runs the test."""
         case = next((case for case in self.cases if case.id == test), None)
         if case is None or not ci.is_slow(case):
-            return NUM_SEEDS
-        return sum(case in ci.select(self.cases, self._change(defect), seed)[0] for seed in range(NUM_SEEDS))
+            return 1.0
+        tests = ci.slow_cases(self.cases)[ci.test_of(case)]
+        seeds = range(ci.NUM_ROTATIONS * len(tests))  # each rotation with each case
+        return sum(case in ci.select(tests, self._change(defect), seed)[0] for seed in seeds) / len(seeds)
 
     def _change(self, defect: Defect) -> ci.Change:
         return ci.affected_by([defect.file], ci.read_layers(self.checkout.root / "pyproject.toml"))
@@ -256,8 +257,8 @@ def measure(plan: Plan, defect: Defect, unreliable: set[str]) -> dict[str, Any]:
     checkout, start = plan.checkout, time.monotonic()
 
     def result(outcome: str, test: str | None = None) -> dict[str, Any]:
-        commits = {"commits": plan.num_selecting(defect, test)} if test and plan.cases else {}
-        return {"result": outcome, "test": test, "seconds": round(time.monotonic() - start, 1), **commits}
+        share = {"share": plan.selected_share(defect, test)} if test and plan.cases else {}
+        return {"result": outcome, "test": test, "seconds": round(time.monotonic() - start, 1), **share}
 
     for arguments in plan.runs(defect):
         while True:
@@ -289,8 +290,8 @@ def table(defects: Sequence[Defect], results: dict[str, Any]) -> str:
         result = results.get(defect.name)
         if result is not None:
             outcome = f"{result['result']}: `{result['test']}`" if result["test"] else result["result"]
-            if result.get("commits", NUM_SEEDS) < NUM_SEEDS:
-                outcome += f" (in {result['commits']} of {NUM_SEEDS} commits)"
+            if (share := result.get("share", 1.0)) < 1:
+                outcome += f" (for {share:.0%} of commits)"
             cells = (defect.name, defect.package, defect.kind, defect.notice, outcome, f"{result['seconds']:g}")
             lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines)

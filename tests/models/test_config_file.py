@@ -155,7 +155,9 @@ def test_a_wrong_value_of_a_configuration_in_python_is_one_error() -> None:
         ("qk_norm", "heads", '"none", "head" or "width", not \'heads\'(.|\n)*hint: did you mean "head"\\?'),
         ("qk_norm", True, '"none", "head" or "width", not True'),
         ("attention_soft_cap", 0, "a finite number above 0, not 0"),
-        ("rms_norm_eps", -1e-5, "a finite number above 0"),
+        ("rms_norm_eps", -1e-5, "a finite number of at least 0"),
+        ("rope_theta", None, "a finite number above 0, not None"),
+        ("local_rope_theta", -1.0, "a finite number above 0"),
     ]
     for name, value, message in cases:
         with pytest.raises(ConfigError, match=f"{name} must be {message}"):

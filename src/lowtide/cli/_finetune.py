@@ -305,7 +305,7 @@ def _print_plan(console: Console, job: Any, table: Any, saved_bytes: int | None)
         **_distributed.describe(job.trainer.sharding),
         **_pipeline_lines(job.trainer.stages),
         "predicted": f"{format_bytes(table.ours.device_bytes)} on the device ({target.chip}"
-        + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
+        + (f", {format_bytes(target.budget_bytes)} usable" if target.budget_bytes is not None else "")
         + ")"
         + _host_text(table.ours),
         **({} if saved_bytes is None else {"saved": saved}),

@@ -117,7 +117,9 @@ def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "
 def check_matrix(weight: Any) -> None:
     """Raise `StructureError` unless a weight is one matrix."""
     if weight.ndim != 2:
-        hint = "multiply by one layer of a stack at a time, under jax.lax.scan or jax.vmap"
+        hint = "reshape it to [1, in]"
+        if weight.ndim > 2:
+            hint = "multiply by one layer of a stack at a time, under jax.lax.scan or jax.vmap"
         raise StructureError("a product needs one matrix [out, in]", got=f"shape {list(weight.shape)}", hint=hint)
 
 

@@ -182,8 +182,9 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             problem = f"num_kv_heads must be a divisor of num_heads = {self.num_heads}, not {self.num_kv_heads}"
             raise ConfigError(problem)
-        for name in ("rope_theta", "rms_norm_eps", "attention_scale", "attention_soft_cap", "final_soft_cap"):
-            if getattr(self, name) is not None:
+        check_number("rms_norm_eps", self.rms_norm_eps, least=0)
+        for name in ("rope_theta", "local_rope_theta", "attention_scale", "attention_soft_cap", "final_soft_cap"):
+            if name == "rope_theta" or getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
         check_choice("activation", self.activation, get_args(Activation))
         check_choice("qk_norm", self.qk_norm, get_args(QkNorm))

@@ -72,7 +72,7 @@ class Progress(Callback):
 
 def memory_table(report: MemoryReport, budget_bytes: int | None = None) -> Table:
     """Return a table of the predicted bytes of each role of a step, and the bytes that the step may use."""
-    usable = report.target.device_bytes if budget_bytes is None else budget_bytes
+    usable = report.target.budget_bytes if budget_bytes is None else budget_bytes
     chip = report.target.chip
     table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
     table.add_column("step (compiled)", footer="predicted")

@@ -520,7 +520,9 @@ def _init_matrix(
             lora_a, lora_b = jnp.array(lora_a, copy=True), jnp.array(lora_b, copy=True)
     if config.dora:
         fields["lora_magnitude"] = make_leaf(site, (out,), lambda shape: jnp.sqrt(_squared_row_norms(site.weight)))
-    return LoRAWeight(site.weight, lora_a, lora_b, alpha, layer_scale=scale, **fields)
+    node = LoRAWeight(site.weight, lora_a, lora_b, alpha, layer_scale=scale, **fields)
+    assert node.variants == variants_of(config), "each leaf of VARIANTS needs an initial value here"
+    return node
 
 
 def _init_factors(site: Site, config: Config, rank: int, alpha: float, key: Any, scale: Any) -> tuple[Any, Any]:

@@ -174,7 +174,7 @@ class Renderer:
 
     def _with_system(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
         """Return the messages of a conversation, after the template's system prompt if none of them is one."""
-        if self._template.system is None or any(message["role"] == "system" for message in messages):
+        if self._template.system is None or any(message["role"] in ("system", "developer") for message in messages):
             return tuple(messages)
         return ({"role": "system", "content": self._template.system}, *messages)
 

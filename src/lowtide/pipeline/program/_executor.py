@@ -443,7 +443,7 @@ class _Run(_Forward):
             return min(fitting, key=lambda entry: entry[:2])[2:]
         raise ScheduleError(
             "memory_limit is less than the waiting memory, on each device, of every schedule that was tried",
-            expected=f"about {format_bytes(min(sizes) // self.program.num_parts)}" if sizes else "a larger limit",
+            expected=f"about {format_bytes(-(-min(sizes) // self.program.num_parts))}" if sizes else "a larger limit",
             got=format_bytes(device_limit),
             hint='raise it, or use smaller microbatches, more stages, remat=True or inputs="host"',
         )
