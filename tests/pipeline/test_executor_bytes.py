@@ -22,7 +22,7 @@ from .test_executor import TWO_STAGES, offloading
 
 pytestmark = pytest.mark.tpu_aot
 
-WIDTH, INNER, ROWS = 256, 1024, 512
+WIDTH, INNER, TOKENS = 256, 1024, 512
 
 
 def block(layer: Any, h: Any, batch: Any) -> Any:
@@ -59,10 +59,10 @@ def program(
         "up": shape(num_layers, WIDTH, INNER, spec=("stage", None, "fsdp")),
         "down": shape(num_layers, INNER, WIDTH, spec=("stage", "fsdp")),
     }
-    rows = jax.ShapeDtypeStruct(
-        (num_microbatches * ROWS * devices.shape[1],), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
-    )
-    return pipeline, outer, layers, {"tokens": rows}
+    # Two rows: TPUs have another layout for arrays of few rows, and a copy in it would grow with the batch.
+    dims = (num_microbatches * 2 * devices.shape[1], TOKENS // 2)
+    tokens = jax.ShapeDtypeStruct(dims, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+    return pipeline, outer, layers, {"tokens": tokens, "unread": tokens}
 
 
 def compiled(name: str, num_microbatches: int, *, topology: str = "v5p:2x2x1", **options: Any) -> Program:
@@ -84,7 +84,8 @@ def assert_flat(of_few: int, of_many: int) -> None:
 # Reports of all schedules show that none has more slots with more microbatches. zb-h1 is in the test below.
 @pytest.mark.parametrize(("name", "remat"), [("auto", False), pytest.param("v-min", True, marks=pytest.mark.slow)])
 def test_memory_is_flat_in_microbatches(name: str, remat: bool) -> None:
-    assert_flat(temporaries(name, 16, remat=remat), temporaries(name, 64, remat=remat))
+    few, many = (temporaries(name, m, remat=remat) for m in (16, 64))
+    assert many <= few + 4096, f"{few} bytes become {many} with more microbatches"
 
 
 @pytest.mark.slow
@@ -111,7 +112,7 @@ def test_schedules_stand_in_the_ratios_of_the_papers(name: str, ratio: float) ->
 def test_what_a_policy_offloads_waits_on_the_host() -> None:
     kept, moved = (compiled("gpipe", 16, remat=one).report() for one in (True, offloading("input")))
     # Of four layers the input, for each of 16 microbatches.
-    waiting = 16 * 4 * ROWS * WIDTH * 4
+    waiting = 16 * 4 * TOKENS * WIDTH * 4
     assert kept.host.temp_bytes == 0 and moved.host.temp_bytes == waiting
     # On the device XLA keeps in bfloat16 what only products read.
     assert moved.device.temp_bytes < kept.device.temp_bytes - 0.9 * waiting / 2

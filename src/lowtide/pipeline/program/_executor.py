@@ -11,6 +11,7 @@ Legend: R ranks, V stages per rank, K layers of the longest stage, M microbatche
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class Program:
         """Run the program under `shard_map`; return the loss, the metrics and the gradients.
 
         `trainable` and `frozen` hold the outer leaves whole and the layers of this rank, [V * K, ...]; so do the
-        gradients. `microbatches` are [M, ...], `loss_weights` [M].
+        gradients. Leaves of `microbatches` are [M, rows, ...], or [M * rows, ...]; `loss_weights` are [M].
         """
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
@@ -310,7 +311,8 @@ class _Forward:
         has_weight = at(self.loss_weights, cell["microbatch"]) != 0
 
         def run_on_microbatch(state: State, cell: State) -> State:
-            return run(state, cell, jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches))
+            rows = functools.partial(_rows_of_microbatch, cell["microbatch"])
+            return run(state, cell, jax.tree.map(rows, self.microbatches, self.program.batch))
 
         return _run_if(has_weight & (cell["runs"] == 1), run_on_microbatch, state, cell)
 
@@ -601,6 +603,14 @@ def _run_if(flag: Any, run: Callable[[Any, Any], Any], state: Any, operands: Any
         return run(state, lax.optimization_barrier((i, operands))[1])
 
     return lax.fori_loop(0, flag.astype(jnp.int32), body, state)
+
+
+def _rows_of_microbatch(index: Any, leaf: Any, shape: Any) -> Any:
+    """Return one microbatch of a leaf [M, rows, ...] or [M * rows, ...]; `shape` is that of a microbatch."""
+    if leaf.ndim > len(shape.shape):
+        return at(leaf, index)
+    num_rows = shape.shape[0]
+    return lax.dynamic_slice_in_dim(leaf, index * num_rows, num_rows)
 
 
 def _after(arrivals: Arrivals, state: State, name: str) -> State:

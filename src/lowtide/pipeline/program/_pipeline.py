@@ -116,8 +116,7 @@ def value_and_grad(
         Each device holds its layers, the outer leaves, gradients of both (float32 at least), the batch, and the values
         that the schedule keeps between passes. GPipe and looped BFS keep the residuals of all microbatches. For other
         schedules this memory does not grow with the number of microbatches. ``inputs="host"`` moves block inputs to
-        host memory. With 2 rows of a microbatch on each device, a TPU holds integers of a batch twice; with 8, once
-        (jaxlib 0.10.2, compiled for v5p).
+        host memory. With `batch_axes`, each device also holds a copy of its rows in the order of the microbatches.
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -454,7 +453,19 @@ class Pipeline:
             axis_names={self.axis},
             check_vma=False,
         )
-        return jax.jit(mapped)  # outside jit, shard_map rejects automatic axes
+
+        def run(trainable: Tree, frozen: Tree, batches: Tree, weights: Any) -> Any:
+            return mapped(trainable, frozen, jax.tree.map(self._join_rows, batches), weights)
+
+        return jax.jit(run)  # outside jit, shard_map rejects automatic axes
+
+    def _join_rows(self, leaf: Any) -> Any:
+        """Return a leaf [M, rows, ...] as [M * rows, ...], unless its rows are sharded.
+
+        A TPU has another layout for a leaf with 2 or 4 rows per microbatch, and would hold a copy of the batch in it
+        (v5p, jaxlib 0.10.2). XLA removes a reshape back to the shape of the argument.
+        """
+        return leaf if leaf.ndim < 2 or self._num_parts > 1 else leaf.reshape(-1, *leaf.shape[2:])
 
     def _shard_rows(self, leaf: Any) -> Any:
         """Shard the rows of every microbatch along `batch_axes`."""
