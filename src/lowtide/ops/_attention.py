@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from ._blocks import attend_in_blocks, wide_dtype
 from ._implementations import Implementation
 from ._options import (
     CAUSAL,
+    AttentionKernel,
     AttentionMask,
     ScoreOptions,
     check_arrays,
@@ -50,36 +51,7 @@ from ._options import (
 _LEAST_IN_BLOCKS = 64
 
 
-class AttentionKernel(NamedTuple):
-    """A kernel for one kind of device; `description` and `requirements` are texts for error messages."""
-
-    description: str
-    requirements: str
-    unsupported_reason: Callable[[Array, Array, AttentionMask, ScoreOptions], str]
-    """Returns why the kernel does not support the arguments or the traced program's device; empty if it does."""
-    is_preferred: Callable[[Array, Array, AttentionMask], bool]
-    """Returns whether automatic selection takes the kernel, if it supports the arguments."""
-    attend: Callable[..., Array]
-    """Computes attention from queries, keys, values, mask and score options; `is_required` if it was requested."""
-
-
-KERNELS: Mapping[Implementation, AttentionKernel] = {
-    "cudnn": AttentionKernel(
-        "cuDNN's kernel",
-        "half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
-        _cudnn.unsupported_reason,
-        _cudnn.is_preferred,
-        _cudnn.attend_with_cudnn,
-    ),
-    "splash": AttentionKernel(
-        "the kernel for TPUs",
-        "bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, and one array of segments "
-        "for queries and keys",
-        _splash.unsupported_reason,
-        _splash.is_preferred,
-        _splash.attend_with_splash,
-    ),
-}
+KERNELS: Mapping[Implementation, AttentionKernel] = {"cudnn": _cudnn.KERNEL, "splash": _splash.KERNEL}
 """Kernels by name of the implementation, in the order in which automatic selection tries them."""
 
 

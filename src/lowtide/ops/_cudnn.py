@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from ..core import traced_device
 from ..core._compat import has_cudnn
-from ._options import AttentionMask, ScoreOptions, dot_product_options
+from ._options import AttentionKernel, AttentionMask, ScoreOptions, dot_product_options
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
 # With a mask array [T, T], cuDNN computes all scores: at 32,768 tokens its step was slower than blocks.
@@ -51,3 +51,12 @@ def attend_with_cudnn(
     """Compute attention [B, T, N, H] with cuDNN's kernel; `is_required` has no effect."""
     options = dot_product_options(mask, q_BTNH.shape[1], k_BSKH.shape[1])
     return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, scale=scores.scale, implementation="cudnn", **options)
+
+
+KERNEL = AttentionKernel(
+    "cuDNN's kernel",
+    "half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
+    unsupported_reason,
+    is_preferred,
+    attend_with_cudnn,
+)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -225,3 +226,16 @@ def _describe(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, list | tuple | dict) else repr(value)
+
+
+class AttentionKernel(NamedTuple):
+    """A kernel for one kind of device; `description` and `requirements` are texts for error messages."""
+
+    description: str
+    requirements: str
+    unsupported_reason: Callable[[Array, Array, AttentionMask, ScoreOptions], str]
+    """Returns why the kernel does not support the arguments or the traced program's device; empty if it does."""
+    is_preferred: Callable[[Array, Array, AttentionMask], bool]
+    """Returns whether automatic selection takes the kernel, if it supports the arguments."""
+    attend: Callable[..., Array]
+    """Computes attention from queries, keys, values, mask and score options; `is_required` if it was requested."""

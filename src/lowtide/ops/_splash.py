@@ -36,7 +36,7 @@ from ..core import BATCH_AXES, ConfigError, traced_device, traced_mesh, varying_
 from ..core._compat import on_one_device, splash_backward, splash_forward
 from . import _blocks
 from ._blocks import Config, RuntimeMask
-from ._options import AttentionMask, ScoreOptions
+from ._options import AttentionKernel, AttentionMask, ScoreOptions
 
 LEAST_TOKENS = 1024
 """The fewest tokens of a row: for shorter rows the kernel is not worth the seconds of its compilation."""
@@ -302,3 +302,13 @@ def _gradients(static: tuple[Kernel, Config], residuals: Any, dout_BTNH: Array) 
     (dq_BTW, dk_BSX, dv_BSX), _ = jax.lax.scan(body, init, (steps.row_P, steps.head_P))
     dq, dk, dv = dq_BTW.reshape(q_BTNH.shape), dk_BSX.reshape(k_BSKH.shape), dv_BSX.reshape(v_BSKH.shape)
     return dq, dk, dv, _blocks.sink_gradient(sinks_N, lse_BNT, delta_BNT)
+
+
+KERNEL = AttentionKernel(
+    "the kernel for TPUs",
+    "bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, and one array of segments for "
+    "queries and keys",
+    unsupported_reason,
+    is_preferred,
+    attend_with_splash,
+)

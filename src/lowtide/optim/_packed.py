@@ -61,7 +61,7 @@ class PackedArray:
 
         Args:
             x: floating-point numbers with at least one axis.
-            format: ``8bit``, ``companded``, ``fp8`` or ``4bit``.
+            format: a name in `FORMATS`.
             is_positive: whether no number is negative; this is not checked.
             scales: the result of `scales_of` for these numbers, if it is already known.
 

@@ -1,4 +1,4 @@
-"""Catalogue of chips, and compile targets. Only `target`, `targets` and `Target.devices` import JAX."""
+"""Catalogue of chips (`chips.toml`), and compile targets. Only `target`, `targets` and `Target.devices` import JAX."""
 
 import lazy_loader
 

@@ -1,4 +1,7 @@
-"""The kinds of adapters, and the lookup of a kind by configuration, nodes (`_node.py`) or `adapter_config.json`."""
+"""The kinds of adapters, and the lookup of a kind by configuration, nodes (`_node.py`) or `adapter_config.json`.
+
+The variants of LoRA, such as DoRA, are in the table `VARIANTS` of `_lora.py`.
+"""
 
 from __future__ import annotations
 

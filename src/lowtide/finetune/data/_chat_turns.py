@@ -3,9 +3,6 @@
 A template is a third-party program. Jinja's sandbox blocks access to Python objects, but a template can still multiply
 strings and nest loops without limit. So it runs in this process, whose memory is limited, and `_chat` kills the process
 if an answer takes too long. Input and output are lines of JSON.
-
-If you change this code so that texts or turns differ, also raise `_VERSION` in `_encode.py`. The name of a token store
-covers the inputs of tokenisation and that version. Without a new version, a run would read the old tokens and masks.
 """
 
 from __future__ import annotations

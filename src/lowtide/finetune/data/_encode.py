@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import io
 import json
@@ -42,7 +43,6 @@ _ALPACA_FORMAT = (
 )
 _TURN_FIELDS = {"role", "content", "weight", "tool_calls"}
 """Fields of a turn that are read or refused, whether or not the template mentions them."""
-_VERSION = 5
 _BATCH_RECORDS = 256
 _MOST_UNREAD = 100
 _ABANDONED_SECONDS = 86_400
@@ -400,7 +400,7 @@ def open_store(
     A template that writes the date and has no day gets today as its day, since a store must not depend on the time of
     day. The total is unknown, so both arguments of `on_progress` are the number of finished records.
     """
-    settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
+    settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "code": _code_hash()}
     if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:
         settings["vocab_size"] = vocab_size  # a store written without this check may contain refused tokens
     template_key: list[Any] | None = None
@@ -434,6 +434,13 @@ def open_store(
         finally:
             encoder.close()
     return _map_store(folder)
+
+
+@functools.cache
+def _code_hash() -> str:
+    """Return a hash of this package's files; other code may give other tokens or masks for the same records."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _digests(source: Source) -> Iterator[bytes]:
