@@ -11,7 +11,8 @@ import pytest
 
 from lowtide import combine, lora, models, partition
 from lowtide.cli import main
-from lowtide.finetune import _base
+from lowtide.core import ConfigError
+from lowtide.finetune import _base, write_merged
 
 TOKENS = jnp.asarray([[5, 3, 8, 1, 200, 17]], jnp.int32)
 
@@ -144,6 +145,8 @@ def test_bad_input(merge, adapters, tmp_path):
     assert os.listdir(tmp_path / "full") == ["x"]
     with pytest.raises(SystemExit):
         merge("--adapter", one, "--weight", "nan")
+    with pytest.raises(ConfigError, match="dtype must be"):  # the command's own parser refuses such a word
+        write_merged(None, [one], tmp_path / "out", dtype="float8")
     assert not (tmp_path / "out").exists()
 
 

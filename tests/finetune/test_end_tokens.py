@@ -1,5 +1,6 @@
 """Answers end at the tokens of config.json, of the tokenizer, and of the chat template's turns."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -57,6 +58,10 @@ def test_a_turn_of_the_template_ends_an_answer(base, name):
     turn = None if closing is None else tokenizer.token_to_id(closing)
     assert (ends.text, ends.turn, ends.is_turn_open) == (document, turn, name == "none")
     assert ends.answer == tuple(dict.fromkeys(id for id in (document, turn) if id is not None))
+    if turn is not None and turn > document:  # a model without an embedding of the token cannot learn it
+        config = dataclasses.replace(models.load_config(base), vocab_size=turn)
+        ends = load_end_tokens(config, tokenizer, base)
+        assert (ends.turn, ends.is_turn_open, ends.answer) == (None, True, (document,))
 
 
 def test_a_model_without_an_end_takes_that_of_its_tokenizer(base, tmp_path):

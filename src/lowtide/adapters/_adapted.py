@@ -29,7 +29,7 @@ from ..jaxprs import Kind, bodies, equations, fold, kind_of, make_jaxpr, runner,
 def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function accept weights with adapters, or quantised weights, in place of arrays.
 
-    Models that multiply through `lowtide.core.linear` or ``@`` do not need it. All others do: those of Flax and Keras,
+    Models that multiply through `lowtide.core.linear` or ``@`` do not need it. Others do: models of Flax and Keras,
     and functions that call `jnp.einsum` or `jax.lax.dot_general`.
 
     Args:
@@ -47,11 +47,11 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
         in ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``. Python numbers are not traced.
 
     Raises:
-        StructureError: when called, for any other operation on such a weight, with its path and the source line. Also
-            for a node that lacks its factors, as after `lowtide.partition`.
+        StructureError: from a call, for an operation on such a weight that is not listed above; the error names the
+            path and the source line. Also for a node that lacks its factors, as after `lowtide.partition`.
 
     Memory:
-        That of `fn`. The factors of an adapter are applied one after the other and never multiplied together.
+        As `fn`. The factors of an adapter are applied one after the other and never multiplied together.
 
     Examples:
         >>> import lowtide as lt
@@ -137,7 +137,7 @@ class Probe(WrappedWeight):
 
 
 class _UseSet(set[Use]):
-    """A set that is compared and hashed by identity, so that all copies of a probe share one."""
+    """A set that is compared and hashed by identity, so that all copies of a probe share one set."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType, reportUnannotatedClassAttribute]
 
@@ -235,12 +235,12 @@ def _is_node(leaf: Any) -> bool:
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Return whether a leaf is an array to trace. Python and NumPy scalars are not, so `if` and shapes can use them."""
+    """Return whether a leaf is an array to trace. Python and NumPy scalars are not: `if` and shapes use them."""
     return is_array_like(leaf) and not isinstance(leaf, (bool, int, float, complex, np.generic))
 
 
 def _abstract_value(leaf: Any) -> Any:
-    """Return what replaces a leaf while the function is traced; for a node its shape and dtype."""
+    """Return the value with which a leaf is traced: the shape and dtype of a node, and any other leaf itself."""
     if not _is_node(leaf):
         return leaf
     fields = getattr(type(leaf), "__dataclass_fields__", {})
@@ -391,7 +391,7 @@ are refused, because the node's product has another derivative."""
 
 
 def _record_use(eqn: Any, operands: Sequence[Any], index: int) -> Sequence[Any] | None:
-    """Record a use of the probe ``operands[index]`` and compute the operation; None if it is not a use."""
+    """Record a use of the probe ``operands[index]``, and return the operation's results; None for other operations."""
     recognize = _RECOGNIZERS.get(eqn.primitive.name)
     weight = operands[index]
     node: Probe = weight.node
@@ -493,7 +493,7 @@ def _cast(eqn: Any, weight: _Weight) -> _Weight | None:
 
 
 def _is_rounded(node: Any, dtype: Any) -> bool:
-    """Return whether `dtype`, to which the program has cast a weight, cannot hold all values of the node's dtype."""
+    """Return whether the program's cast of a weight to `dtype` rounds: `dtype` lacks values of the node's dtype."""
     return jnp.promote_types(node.dtype, dtype) != dtype
 
 
@@ -571,7 +571,7 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _multiply(eqn: Any, weight: _Weight, index: int, run: Callable[[Any, Any], Any], x: Any) -> Any:
-    """Multiply by a node with the precision and the output sharding of the program's product, in its widest dtype."""
+    """Multiply by a node with the precision and output sharding of the program's product, in its widest dtype."""
     sharding, precision = eqn.params.get("out_sharding"), _precision_name(eqn, weight.path)
     weight_dtype, out_dtype = eqn.invars[index].aval.dtype, eqn.outvars[0].aval.dtype
     try:
@@ -598,7 +598,7 @@ def _multiply(eqn: Any, weight: _Weight, index: int, run: Callable[[Any, Any], A
 
 
 def _precision_name(eqn: Any, path: str) -> Any:
-    """Return a product's precision for `jax.default_matmul_precision`; raise for others and for unreduced results."""
+    """Return a product's precision for `jax.default_matmul_precision`; raise if it or the sharding is unsupported."""
     precision: Any = eqn.params["precision"]
     spec: Any = getattr(eqn.params.get("out_sharding"), "spec", None)
     is_reduced = spec is None or not spec.unreduced
@@ -635,7 +635,7 @@ def _round_base(eqn: Any, path: str, node: Any, dtype: Any) -> Any:
 
 
 def _line_of(eqn: Any) -> str:
-    """Return the source line, in the traced function, of an operation, or else of the first operation inside it."""
+    """Return the source line of an operation in the traced function, or else of the first operation inside it."""
     inner_eqns = (inner for body in bodies(eqn) for inner in equations(body.jaxpr))
     return next(filter(None, (source_line(candidate, own=True) for candidate in (eqn, *inner_eqns))), "an unknown line")
 
@@ -649,7 +649,7 @@ class _Product(NamedTuple):
     pairs: tuple[tuple[int, int], ...]
     """Pairs of contracted axes: of the weight, counted after its stack, and of the activations."""
     over_rows: bool
-    """Whether the contracted axes are m of a weight [*stack, *m, *n], or n."""
+    """Whether the contracted axes of a weight [*stack, *m, *n] are m; otherwise they are n."""
     is_right: bool
     """Whether the weight is the right operand."""
 
@@ -729,7 +729,7 @@ def _is_table(weight: _Weight) -> bool:
 
 
 def _is_row_slice(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a `dynamic_slice` takes one whole row on the first axis; starts on others are clamped to 0."""
+    """Return whether a `dynamic_slice` takes one row on the first axis; starts on other axes are clamped to 0."""
     return tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
 
 

@@ -20,7 +20,7 @@ from ..finetune import FinetuneConfig
 
 
 def _words_of(setting: str) -> tuple[str, ...]:
-    """Return the words that a setting of `lowtide finetune` accepts."""
+    """Return the values that a setting of `lowtide finetune` accepts, from the `Literal` in its type."""
     hint = typing.get_type_hints(FinetuneConfig)[setting]
     (literal,) = (kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is typing.Literal)
     return typing.get_args(literal)
@@ -86,7 +86,7 @@ def add_template_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def chat_template(args: argparse.Namespace) -> Any:
-    """Return the `ChatTemplate` that the arguments name, or None; raise `ConfigError` for a bad ``--template-arg``."""
+    """Return the named or the model's `ChatTemplate`, or None; raise `ConfigError` for a bad ``--template-arg``."""
     from ..finetune.data import load_chat_template
     from ..models import base_path
 
@@ -124,7 +124,7 @@ def check_model_arguments(args: argparse.Namespace) -> None:
 
 
 def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
-    """Load the model and the tokenizer that the arguments name, and check the adapters."""
+    """Load the model and the tokenizer that the arguments name; with several adapters, check that all of them load."""
     with console.status("reading the model"):
         from ..finetune import open_base
 
@@ -139,7 +139,7 @@ def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
 
 
 def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
-    """Yield the base with each adapter in turn, or the base alone without adapters. One adapter is loaded at a time."""
+    """Yield ``(name, adapted base)`` for each adapter, loaded one at a time; ``(None, base)`` without adapters."""
     from ..adapters import lora
 
     for name in adapters:

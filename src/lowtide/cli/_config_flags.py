@@ -40,7 +40,7 @@ def register(
     text: str = "Each setting is also a key of the TOML file.",
     excluded: Sequence[str] = (),
 ) -> None:
-    """Add a flag for each field that is not excluded. A flag that is not given has the value None."""
+    """Add a flag for each field of `FinetuneConfig` except `excluded`. Flags that are not given have the value None."""
     group = parser.add_argument_group("settings", text)
     kinds, helps = typing.get_type_hints(FinetuneConfig), _docstrings()
     for field in dataclasses.fields(FinetuneConfig):
@@ -83,7 +83,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _kind(hint: Any) -> type:
-    """Return the type of a field's values other than None; the first if there are several."""
+    """Return the first type in a hint that is not None: ``tuple[str, ...]`` becomes tuple, a `Literal` becomes str."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     first = next(kind for kind in kinds if kind is not type(None))
     origin = typing.get_origin(first) or first
@@ -92,7 +92,7 @@ def _kind(hint: Any) -> type:
 
 @functools.cache
 def _docstrings() -> dict[str, str]:
-    """Read the docstring below each field; return nothing if the source of the class is not available."""
+    """Return the docstring below each field, by name; empty if the source of `FinetuneConfig` is not available."""
     try:
         (tree,) = ast.parse(inspect.getsource(FinetuneConfig)).body
     except (OSError, TypeError):

@@ -14,7 +14,7 @@ _MAX_LOST_SHARE = 0.02
 
 
 def describe(report: Any, config: Any) -> dict[str, str]:
-    """Return the lines of the printed plan about a `DataReport`; none for plain text, which has no report."""
+    """Return the rows of the printed plan about a `DataReport`, by label; empty for plain text, which has no report."""
     if report is None:
         return {}
     drop_counts = {
@@ -39,7 +39,7 @@ def describe(report: Any, config: Any) -> dict[str, str]:
 
 
 def lost_tokens_warning(report: Any, seq_len: int) -> str | None:
-    """Warn when more than 2 % of the tokens of a `DataReport` are lost; return None otherwise, or for plain text."""
+    """Return a warning if more than 2 % of a report's tokens are lost, else None; also None without a report."""
     if report is None:
         return None
     num_lost = report.num_lost_tokens + report.num_held_out_lost_tokens
@@ -55,7 +55,7 @@ def describe_ends(tokens: Any, tokenizer: Any) -> str:
 
 
 def missing_end_warning(report: Any, tokens: Any) -> str | None:
-    """Explain why a model tuned on these records does not learn to stop; None if it does, or for plain text."""
+    """Return a warning if models tuned on these records do not learn to stop, else None; also None without a report."""
     if report is not None and report.template and tokens.is_turn_open:
         problem = f"{report.template} writes no end token after an answer"
         hint = "name a template that ends each turn with an end token: --chat-template FILE"

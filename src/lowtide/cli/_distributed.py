@@ -9,7 +9,7 @@ from typing import Any
 from ..core import ConfigError, check_integer
 
 _HEARTBEAT_SECONDS = 30
-"""Seconds without a heartbeat of a process after which the others end; JAX's default of 100 wastes more time."""
+"""JAX ends the run if a process sends no heartbeat for this many seconds. JAX's default of 100 wastes more time."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,10 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace) -> Any:
-    """Connect to the other processes, and return the `ShardingRules` of the run; None for one device."""
+    """Connect the processes if --distributed is given, and return the `ShardingRules` of the run.
+
+    Return None without --distributed and --pipeline: the run then uses one device.
+    """
     flags = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
     missing = [name for name, value in flags.items() if value is None]
     if args.pipeline is not None:
@@ -106,7 +109,7 @@ def _check_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
 
 
 def describe(sharding: Any) -> dict[str, str]:
-    """Return the line of the plan that names the devices, processes and mesh axes of the run."""
+    """Return the row ``devices`` of the printed plan: devices, processes and mesh axes; empty without a sharding."""
     if sharding is None:
         return {}
     import jax

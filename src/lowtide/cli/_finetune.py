@@ -239,7 +239,7 @@ def _report_only(args: argparse.Namespace) -> int:
 
 
 def _remember_interrupts() -> threading.Event:
-    """Also record each KeyboardInterrupt in the returned event: Python drops those raised in a runtime callback."""
+    """Return an event that every interrupt sets. Python drops a KeyboardInterrupt inside a runtime callback."""
     interrupted = threading.Event()
 
     def handle(signum: int, frame: Any) -> None:
@@ -348,7 +348,7 @@ def _attention(base: Any, config: Any) -> str:
 
 
 def _pipeline_lines(stages: Any) -> dict[str, str]:
-    """Return the plan's line with the simulated time of the pipeline; none without a pipeline."""
+    """Return the row ``pipeline`` of the printed plan, with its simulated time; empty without a pipeline."""
     if stages is None:
         return {}
     sizes = f"{len(stages.ranks)} stages, {stages.num_microbatches} microbatches"
@@ -357,7 +357,7 @@ def _pipeline_lines(stages: Any) -> dict[str, str]:
 
 
 def _tuning_lines(job: Any, table: Any) -> dict[str, str]:
-    """Return the lines of the plan that say what trains and what is on the host."""
+    """Return the rows of the printed plan, by label, about the trained parameters and the arrays on the host."""
     from ..adapters import lora
 
     config = job.config
@@ -374,7 +374,7 @@ def _tuning_lines(job: Any, table: Any) -> dict[str, str]:
 
 
 def _final_rate(config: Any) -> str:
-    """Describe the learning rate after the end of its schedule; return "" if the schedule covers all steps."""
+    """Describe the learning rate after its schedule has ended; return "" if it covers all steps or never ends."""
     steps = config.schedule_steps or config.num_steps
     if steps >= config.num_steps or config.schedule in ("constant", "inverse_sqrt"):
         return ""
@@ -393,14 +393,14 @@ _OFFLOAD_WORDS = ("parameters", "optimizer", "activations")
 
 
 def _offload_words(trainer: Any) -> Sequence[str]:
-    """Return the words that ``--offload`` accepts for the devices of a run."""
+    """Return the values that ``--offload`` accepts for the devices of a run."""
     if trainer.sharding is None:
         return _OFFLOAD_WORDS
     return () if trainer.stages is None else ("activations",)
 
 
 def _shortages(config: Any, report: Any, words: Sequence[str] = _OFFLOAD_WORDS) -> list[str]:
-    """Return a message with remedies for each memory, of the device or the host, that is too small."""
+    """Return up to two warnings with remedies: the device memory is too small; the host memory is too small."""
     messages: list[str] = []
     if report.margin_bytes is not None and report.margin_bytes < 0:
         other_words = [word for word in words if word not in (config.offload or ())]
@@ -429,7 +429,7 @@ def _host_memory(base: Any, state: Any) -> str:
 
 
 def _print_bytes(console: Console, config: Any, table: Any, saved_bytes: int | None) -> None:
-    """Print the bytes of the step by role; with --compare, next to those of the naive step."""
+    """Print the bytes of the step by role; with --compare, next to the bytes of the naive step."""
     ours, naive = table.ours, table.naive
     naive_roles = {} if naive is None else naive.by_role
     view = Table(title="Bytes", show_footer=True)

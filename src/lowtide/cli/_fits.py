@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError, format_bytes, parse_bytes, require_extra
+from ..core import ConfigError, check_integer, format_bytes, parse_bytes, require_extra
 from ._arguments import positive
 from ._load import add_job_arguments, job_settings, load, parse_job, read_settings, user_code
 from ._output import check_outputs, print_error, spinner, write_text
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     settings = job_settings(args, parse_job(args.job)[1])
     check_outputs(args.json)
     budget = None if args.budget is None else parse_bytes(args.budget)
+    if budget is not None:
+        check_integer("--budget", budget, hint='--budget "14 GiB"')
     names = list(dict.fromkeys(args.target or ["here"]))
     if args.largest is not None:
         return _run_largest(console, args, settings, names, budget)
@@ -130,7 +132,7 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _margin(num_bytes: int | None) -> str:
-    """Format the remaining bytes, or the excess. Sizes carry no sign, so that they can be passed back to --budget."""
+    """Format a margin; a negative margin becomes "SIZE over", without a sign, so that SIZE fits --budget."""
     return f"{format_bytes(-num_bytes)} over" if num_bytes is not None and num_bytes < 0 else _size(num_bytes)
 
 
@@ -140,7 +142,7 @@ def _margin(num_bytes: int | None) -> str:
 def _run_largest(
     console: Console, args: argparse.Namespace, settings: Mapping[str, Any], names: Sequence[str], budget: int | None
 ) -> int:
-    """Run ``fits --largest`` and return the exit status; several targets run in separate processes."""
+    """Run ``fits --largest`` and return the exit status; if there are several targets, each has its own process."""
     sizes = None
     if args.sizes is not None:
         parts = [part.strip() for part in args.sizes.split(",")]
@@ -258,7 +260,7 @@ def _run_child(arguments: Sequence[str]) -> None:
 
 
 def _job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder: str) -> list[str]:
-    """Return the arguments with which another process runs the same job; it reads its settings in `folder`."""
+    """Return the arguments with which another process runs the same job; write its settings to a file in `folder`."""
     arguments = [args.job, *(part for pair in args.set for part in ("--set", pair))]
     if settings:
         require_extra("finetune")
@@ -273,7 +275,7 @@ def _job_arguments(args: argparse.Namespace, settings: Mapping[str, Any], folder
 def _measure_targets(
     names: Sequence[str], action: str, measure: Callable[[str], dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measure targets one after the other; return rows, and whether a mistake in the arguments made every one fail."""
+    """Measure targets in turn; return rows, and whether all targets failed because of mistakes in the arguments."""
     # The spinner shows `action` and a target's name. The row of a failed target has only the name and the error.
     rows: list[dict[str, Any]] = []
     failures: list[_ChildError] = []

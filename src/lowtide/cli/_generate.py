@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _adapted_models(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
-    """Yield models as `with_each`; on a GPU, unstack the layers if the base is used only once."""
+    """Yield the pairs of `with_each`; on a GPU, unstack the model's layers if there is at most one adapter."""
     import jax
 
     from ..models import unstack
@@ -188,7 +188,7 @@ def _write_answer(file: TextIO | None, record: dict[str, Any]) -> None:
 
 
 def _context(record: dict[str, Any], ids: list[int]) -> list[int]:
-    """Return the tokens that an answer continues; none for a conversation, whose last tokens are template text."""
+    """Return the tokens whose text the answer continues: the prompt; [] for a chat, which ends in template text."""
     return ids if "prompt" in record else []
 
 
@@ -301,7 +301,7 @@ def _messages_to_ids(
     conversations: Mapping[str, Sequence[Mapping[str, Any]]],
     tools: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Render conversations up to the start of the next answer, and tokenise them; error messages quote the keys."""
+    """Render conversations up to the next answer, and tokenise them; errors quote the keys of `conversations`."""
     from ..finetune.data import chat_prompts
 
     template = chat_template(args)
@@ -368,7 +368,7 @@ def _parse_prompt(label: str, line: str) -> dict[str, Any]:
 
 
 def _parse_chat(fields: dict[str, Any], label: str) -> dict[str, Any]:
-    """Parse messages and tools like training records; return nothing if a required part is missing."""
+    """Parse messages and tools like training records; return {} if a required part is missing."""
     from ..finetune.data import parse_record
 
     example = parse_record(fields, label, {name: name for name in ("messages", "tools") if name in fields})
@@ -381,7 +381,7 @@ def _parse_chat(fields: dict[str, Any], label: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _open_output(name: str | None) -> Generator[TextIO | None]:
-    """Open the output file, which must not exist yet: an old one may hold results that took hours."""
+    """Open the output file, which must not exist yet: an existing file may hold results that took hours."""
     if name is None:
         yield None
         return

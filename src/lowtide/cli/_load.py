@@ -62,7 +62,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Return the settings for a model's folder, from ``--config`` and flags; refuse them for a function (`name`)."""
+    """Return the settings of a model's folder, from ``--config`` and flags; for a function `name`, reject settings."""
     settings = (read_config(args.config) if args.config else {}) | _config_flags.flag_settings(args)
     if settings and name:
         raise ConfigError(
@@ -74,7 +74,7 @@ def job_settings(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def parse_job(text: str) -> tuple[Path, str]:
-    """Return the file and name of ``FILE.py:NAME``, or a model's folder (or GGUF file) and an empty name."""
+    """Return file and name of ``FILE.py:NAME``; for a model's folder or GGUF file, its path and an empty name."""
     text = text if ".py:" in text else model_path(text)
     if (Path(text) / "config.json").is_file():
         return Path(text).resolve(), ""
@@ -95,14 +95,14 @@ def parse_job(text: str) -> tuple[Path, str]:
 
 
 def _near_misses(name: str, candidates: Sequence[str]) -> str | None:
-    """Return a hint with the candidates that resemble a name; None without any."""
+    """Return a hint with the candidates that resemble a name; None if no candidate does."""
     matches = difflib.get_close_matches(name, candidates, n=3)
     return f"near misses: {', '.join(matches)}" if matches else None
 
 
 @contextlib.contextmanager
 def load(path: Path, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Generator[Callable[..., Any]]:
-    """Yield a function of a file, whose folder is importable meanwhile; for a model's folder, yield its `step_job`."""
+    """Yield the function `name` of a file; for a model's folder or GGUF file, yield `step_job` with these settings."""
     if path.is_dir() or gguf_file(path) is not None:
         from ..finetune import step_job  # a model's folder gives the step that tunes the model with these settings
 
@@ -180,7 +180,7 @@ def _is_user_file(filename: str, path: Path) -> bool:
 def read_settings(
     pairs: Sequence[str], maker: Callable[..., Any], name: str, *, variable: str | None = None
 ) -> dict[str, Any]:
-    """Parse the arguments of ``--set`` and check them against the parameters; `variable` needs no value here."""
+    """Parse ``--set`` and check it against the parameters of `maker`; the parameter `variable` needs no value."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")

@@ -24,14 +24,14 @@ _FOREIGN_COMMANDS = {
     **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
     **dict.fromkeys(("export", "fuse"), "merge"),
 }
-"""Command names of other tools, and the equivalent commands here."""
+"""Command names of other tools, and the equivalent commands of Lowtide."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: arguments without the program name; by default those of the process.
+        argv: arguments without the program name; None: the arguments of the process.
 
     Returns:
         The exit status: 0; 1 when a step does not fit, `inspect` finds a problem, the user's own code fails, or the
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
-    """Return hints for unknown flags: the spelling of a setting's flag, or our name of another library's flag."""
+    """Return hints for unknown flags of `finetune`: the right spelling, or our name of another library's flag."""
     if args.run is not _finetune.run:
         return []
     from ..finetune import FinetuneConfig, flag_of, setting_of

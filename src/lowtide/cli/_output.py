@@ -60,7 +60,7 @@ def wide_console(width: int) -> Console:
 
 @dataclasses.dataclass
 class Clock:
-    """Seconds that a block took, and a function that updates the displayed text; mutable."""
+    """Value of `spinner`: a function that updates the text, and the seconds that the block took. Mutable."""
 
     set_text: Callable[[str], None]
     seconds: float = 0.0

@@ -24,7 +24,7 @@ _COLUMNS = {
 }
 
 _WIDTH = 160
-"""Terminal width in characters from which all columns are shown."""
+"""Minimum width of a terminal, in characters, for all columns."""
 
 
 def register(commands: Any) -> None:

@@ -25,10 +25,10 @@ _NON_NUMERIC_KINDS = "OSUMm"
 
 
 def as_arguments(batch: Tree) -> Tree:
-    """Convert the leaves of a batch to JAX arrays. On a CPU, NumPy arrays that need no conversion are only copied.
+    """Convert the leaves of a batch to JAX arrays; on a CPU, only copy NumPy arrays whose dtype JAX would keep.
 
     On a CPU JAX shares the buffers of NumPy arrays with a step, and the user may refill them while the step runs. A
-    copy takes less time than a conversion to a JAX array. Raises `DataError` as `as_numpy` and `refuse_objects` do.
+    copy takes less time than a conversion to a JAX array. Raises the errors of `as_numpy` and `refuse_objects`.
     """
     is_cpu = jax.default_backend() == "cpu"
 
@@ -212,7 +212,7 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
     """Split the leading axis of every leaf into microbatches: shape [num_microbatches, part, ...].
 
     Raises:
-        StructureError: with the path of a leaf whose leading axis is no positive multiple of `num_microbatches`.
+        StructureError: with the path of a leaf whose leading axis is not a positive multiple of `num_microbatches`.
     """
 
     def split(path: Any, leaf: Any) -> Any:

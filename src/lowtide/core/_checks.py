@@ -16,7 +16,7 @@ from ._errors import ConfigError, LowtideError
 from ._files import shown
 
 _LONGEST_WORD = 100
-"""Near misses are searched only for texts with fewer characters; a value from a file may have megabytes."""
+"""A similar choice is suggested only for texts with fewer characters; a value from a file may have megabytes."""
 
 
 def is_count(value: Any, least: int) -> bool:
@@ -71,7 +71,7 @@ def check_number(
 def check_choice(
     name: str, value: Any, choices: Sequence[str], *, hint: str | None = None, error: type[LowtideError] = ConfigError
 ) -> None:
-    """Raise `error` with the list of choices unless an argument is one of them; the default hint is a near miss."""
+    """Raise `error` unless an argument is one of the choices; the default hint is a similar choice, if any."""
     if not (isinstance(value, str) and value in choices):
         *quoted, last = [f'"{choice}"' for choice in choices]
         is_word = isinstance(value, str) and len(value) < _LONGEST_WORD

@@ -1,6 +1,6 @@
 """The only module that uses JAX outside of its public, stable interface.
 
-Each use was checked on the JAX versions of the columns. If versions differ, a comment or docstring there says how.
+Each use was checked on the JAX versions of the columns. If versions differ, a comment or docstring at the use says how.
 
 | use | 0.10.2 | 0.11.2 | 0.12.0.1 | could be replaced by |
 |---|---|---|---|---|
@@ -182,8 +182,8 @@ def bilinear(
 ) -> Any:
     """Make a primitive of two arrays that is linear in each, with custom transposes.
 
-    ``transpose_first(cotangent, first, second)`` returns the cotangent of `first`, which is only a placeholder there.
-    `transpose_second` returns that of `second`. `jax.vmap` of the primitive is `jax.vmap` of `fn`.
+    ``transpose_first(cotangent, first, second)`` returns the cotangent of `first`, and gets a placeholder as `first`.
+    `transpose_second` does the same for `second`. `fn` computes the result, also under `jax.vmap`.
     """
     primitive: Any = Primitive(name)
     primitive.def_impl(jax.jit(fn))
@@ -197,8 +197,8 @@ def bilinear(
 def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: Any, needed: str = "") -> Any:
     """Compute with `alone` in a program for one TPU, and with `among` in all other programs.
 
-    `alone` is also used inside of a `jax.shard_map` over all axes. XLA does not partition Mosaic kernels, and a
-    program's number of devices is known only when it is lowered. So this function binds a primitive, whose lowering
+    On TPUs, `alone` is also used inside of a `jax.shard_map` over all axes. XLA does not partition Mosaic kernels, and
+    a program's number of devices is known only when it is lowered. So this function binds a primitive, whose lowering
     selects one of two jaxprs. Derivatives are those of `among`. If `needed` is not empty, the lowering raises a
     `ConfigError` with this message instead of selecting `among`.
     """
@@ -415,7 +415,7 @@ def has_cudnn() -> bool:
 class _Patch:
     """Replacement of a function in a JAX module; mutable. Use it as ``with patch(module):``.
 
-    ``make(original)`` returns the replacement. The original comes back when the last user, of any thread, exits.
+    ``make(original)`` returns the replacement. The original is restored when the last open block, of any thread, exits.
     """
 
     def __init__(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -480,7 +480,7 @@ def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: A
     `kernel` gets references to one block of each argument, then of each result. `shapes` holds two lists of shapes and
     dtypes: of the arguments, and of the results. The shapes are [number of rows, numbers per row], or [] for scalars.
     `rows` is the number of rows of a block, and must divide the number of rows. A block of 2,048 numbers gives each of
-    the 128 threads 16 numbers. `aliases` maps the index of an argument to that of the result that overwrites it.
+    the 128 threads 16 numbers. `aliases` maps the index of an argument to the index of the result that overwrites it.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -516,7 +516,7 @@ def argument_names(traced: Any) -> list[str]:
 def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
     """Return the indices of the argument leaves that a `jax.stages.Lowered` reads, in the order of its parameters.
 
-    `num_leaves` counts all leaves. Returns None when JAX does not expose the indices.
+    `num_leaves` is the number of leaves, read or not. Returns None when JAX does not expose the indices.
     """
     try:
         compile_args = lowered._lowering.compile_args
@@ -628,7 +628,7 @@ _compiler_patch = _Patch("compile_or_get_cached", _wrap_compiler)
 def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
     """Send a text to all processes of `jax.distributed`, and return the texts of all processes, by process index.
 
-    All processes pass the same `topic`, and only once. A text is None if it does not arrive in time.
+    All processes pass the same `topic`. A topic is used only once. A text is None if it does not arrive in time.
     """
     from jax._src import distributed
 
@@ -650,7 +650,7 @@ def post(topic: str, text: str) -> None:
 
 
 def posted(topic: str) -> str | None:
-    """Return the text that a process published with `post`, or None."""
+    """Return the text that a process published under a topic with `post`, or None."""
     from jax._src import distributed
 
     client: Any = distributed.global_state.client

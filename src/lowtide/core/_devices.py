@@ -63,7 +63,7 @@ def is_row_major(shape: Sequence[int], dtype: Any) -> bool:
 
 
 def most_tile_rows(dtype: Any) -> int:
-    """Return the most rows that a tile of a dtype can have."""
+    """Return the largest number of rows that a tile of a dtype can have."""
     return _SUBLANES * _packing(dtype)
 
 
@@ -82,7 +82,7 @@ def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
 
 
 def choose_low_tiles() -> None:
-    """Make libtpu give arguments tiles of at most 8 rows, unless the environment already sets the flag.
+    """Make libtpu give arguments tiles of at most 8 rows (`LOW_TILES`), unless the environment already sets the flag.
 
     The call has an effect only before JAX starts a TPU. It does nothing if the installed libtpu lacks the flag, because
     an unknown flag ends the process (0.0.42 lacks it, 0.0.45 and later have it). With low tiles, a product copies its
@@ -124,7 +124,7 @@ def _tile_rows(num_rows: int, dtype: Any) -> int:
 
 
 def _packing(dtype: Any) -> int:
-    """Return how many elements share a word."""
+    """Return how many elements share a word of 32 bits."""
     return max(1, _WORD_BITS // item_bits(dtype))
 
 
@@ -146,8 +146,8 @@ def _round_up(number: int, multiple: int) -> int:
 def check_host_slices() -> None:
     """Raise if a loop on the GPU that a program is traced for reads slices of host memory at a wrong offset.
 
-    The first call of a process compiles and runs two programs of a few kilobytes. Later calls, other platforms and
-    devices that are only compiled for cost nothing.
+    The first call of a process compiles and runs two programs of a few kilobytes. Later calls, and calls for other
+    platforms or absent devices, cost nothing.
 
     Raises:
         PlacementError: if the gradients of a small scan change when its residuals are kept in host memory.

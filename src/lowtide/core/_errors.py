@@ -1,7 +1,7 @@
 """Errors that name the problem, say what was expected, and end with a remedy.
 
 Every class has a stable `code`. `docs/reference/errors.md` lists the same codes, and a test keeps the two equal.
-User mistakes derive from `ValueError`; broken invariants of Lowtide itself are `assert`s, never one of these classes.
+Classes for user mistakes derive from `ValueError`. Broken invariants of Lowtide itself are `assert`s, without a class.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ConfigError(LowtideError, ValueError):
 
 
 class ModelFileError(LowtideError, ValueError):
-    """A model or adapter directory that is missing, truncated, unknown or contradicts itself."""
+    """A model or adapter directory that is missing, truncated, of an unknown kind, or contradicts itself."""
 
     code = "LT004"
 
@@ -73,7 +73,7 @@ class OutputError(LowtideError, ValueError):
 
 
 class DonationError(LowtideError, ValueError):
-    """A donated buffer that the compiled program did not reuse, so that two copies would live."""
+    """A donated buffer that the compiled program did not reuse, so that two copies would exist."""
 
     code = "LT007"
 
@@ -115,7 +115,7 @@ class NonFiniteError(LowtideError, ValueError):
 
 
 class StateError(LowtideError, ValueError):
-    """Training state that is not where it is expected: borrowed by a trainer, or lost with a step that failed."""
+    """Training state that a trainer borrowed or a failed step lost, or a process that failed or does not answer."""
 
     code = "LT013"
 

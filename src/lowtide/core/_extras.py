@@ -11,7 +11,7 @@ _MODULES = {
     "train": ("grain", "orbax.checkpoint", "tensorstore"),
     "finetune": ("jinja2", "pydantic", "regex", "safetensors", "tokenizers", "tomli_w"),
 }
-"""Modules to check for each extra of `pyproject.toml` without which whole packages of Lowtide cannot be imported."""
+"""Extras of `pyproject.toml` that whole packages of Lowtide need to be imported, and the modules to check for each."""
 
 
 @functools.cache

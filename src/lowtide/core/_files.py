@@ -1,7 +1,7 @@
 """Read untrusted files within limits, and write files either completely or not at all; this needs no JAX.
 
-Loading a model opens files that strangers wrote. All files are read in the same steps. No memory is allocated by a size
-that a file states before the last step:
+Loading a model opens files that strangers wrote. All files are read in the same steps. Before the last step, no memory
+is allocated by a size that a file states:
 
 1. `input_file` accepts only a regular file inside of its folder. A link may lead to a file of the same folder. In a
    snapshot of a Hugging Face cache (``<repository>/snapshots/<revision>``) a link may also lead to the blobs of the
@@ -58,7 +58,7 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
 
     Raises:
         ModelFileError: when the name leads to another folder, the file is missing, or access fails. Also for a link out
-            of the folder (except to blobs of a Hugging Face cache), a folder, and a pipe or device, which has no end.
+            of the folder (except to blobs of a Hugging Face cache), and for a folder, a pipe or a device.
     """
     path = Path(folder) / name
     if not name or name in (".", "..") or "\0" in name or Path(name).name != name or "\\" in name:
@@ -192,7 +192,7 @@ def shortened(value: Any, most: int = 200) -> str:
 def gguf_file(path: str | Path) -> Path | None:
     """Return the GGUF file that a model's path refers to, or None for a Hugging Face directory; opens no file.
 
-    `path` is the GGUF file itself, or a folder that has one but neither `config.json` nor safetensors files.
+    The path leads to a GGUF file, or to a folder with a GGUF file but neither `config.json` nor safetensors files.
 
     Raises:
         ModelFileError: when the file is missing or not a regular file, and for a folder with several GGUF files.
@@ -215,7 +215,7 @@ def gguf_file(path: str | Path) -> Path | None:
 
 
 def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]) -> None:
-    """Write files that belong together into a folder, replacing older ones of the same names.
+    """Write files that belong together into a folder, replacing older files of the same names.
 
     All files are written under temporary names first, and renamed when every one is on disk. So a reader never sees
     half a file, and a full disk leaves the older files unchanged.
@@ -267,7 +267,7 @@ def check_writable(directory: Path, problem: str, hint: str) -> None:
 
 
 def _entry_name(raw: Any, location: tuple[int | str, ...]) -> str:
-    """Return the name of an entry; skip parts of pydantic's location that are not in `raw`, such as tried types."""
+    """Return the dotted name of an entry; skip parts of pydantic's location that are not in `raw`, such as types."""
     parts: list[str] = []
     for part in location:
         try:

@@ -203,7 +203,7 @@ def _transposed_product_primitive() -> Any:
 class RunningGradient:
     """A `LinearWeight` whose cotangent is `total` plus the gradient, so that microbatches accumulate in place.
 
-    Otherwise ``total + grad`` needs both arrays in memory: for a language model, twice the size of its head. The
+    A separate sum ``total + grad`` needs both arrays in memory: for a language model, twice the size of its head. The
     gradient of a matrix is itself a sum over tokens, so the sum can start from the total instead of from zero. `linear`
     and `lowtide.losses.chunked_cross_entropy` support this, and return ``total + grad`` as the weight's cotangent.
 

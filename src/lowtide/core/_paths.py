@@ -22,7 +22,7 @@ def path_str(key_path: tuple[Any, ...]) -> str:
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """List the leaves of a tree with their paths, in JAX's flattening order; `is_leaf` is that of `jax.tree.flatten`.
+    """List the leaves of a tree with their paths, in JAX's flattening order; `is_leaf` as in `jax.tree.flatten`.
 
     Examples:
         >>> leaves_with_paths({"layers": [1.0, 2.0]})

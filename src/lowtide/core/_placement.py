@@ -112,8 +112,8 @@ def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sha
 
     A device's part of the array starts as zeros there and is overwritten in place by pieces. Each piece is read, sent
     and freed before the next one. So the host holds a few pieces in addition to the placed arrays, even if the device
-    is the CPU. A part of at most `PIECE_BYTES` is read as a whole. So is any part in pinned host memory, because only a
-    program on the device could write into it. Known inefficiency: reading waits until the previous piece is sent.
+    is the CPU. A part is read as a whole if it has at most `PIECE_BYTES`, or is in pinned host memory (only a program
+    on the device could write pieces there). Known inefficiency: reading waits until the previous piece is sent.
 
     Args:
         read: a function that returns the pieces of a part, in `dtype`. Its argument has a slice for each axis.
@@ -229,7 +229,7 @@ def num_shards_along(axis: str) -> int:
 def num_token_shards(length: int, arrays: Tree) -> int:
     """Return the number of shards of the token axis; 1 if the `length` tokens of a row cannot be split evenly.
 
-    If one of the arrays of the computation is on a mesh with explicit axes, the result is 1, too.
+    It is also 1 if one of `arrays` is on a mesh with explicit axes.
     """
     size = num_shards_along(CONTEXT)
     return 1 if size == 1 or length % size or explicit_mesh(arrays) is not None else size
@@ -279,7 +279,7 @@ def without_explicit_axes(fn: Callable[..., Any], shardings: Callable[[Any], Any
 
 
 def lookup_sharding(mesh: Any, ids: Any, table: Any) -> Any:
-    """Return the sharding of looked-up rows: the axes of the ids, then those of the table's columns if still unused."""
+    """Return the sharding of looked-up rows: the mesh axes of the ids, then the unused mesh axes of the columns."""
     ids_spec = jax.typeof(ids).sharding.spec
     columns = (*jax.typeof(table).sharding.spec, None, None)[1]
     used = {name for axis in ids_spec for name in axis_names(axis)}
@@ -294,5 +294,5 @@ def axis_names(axis: Any) -> tuple[Any, ...]:
 
 
 def shardings_of(tree: Any) -> Any:
-    """Return a tree of the shardings that the types of a tree's leaves have."""
+    """Replace each leaf of a tree by the sharding in its type."""
     return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, tree)

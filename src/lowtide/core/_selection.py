@@ -45,7 +45,7 @@ def match_path(path: str, pattern: str) -> bool:
 
 
 def among(paths: Container[str]) -> Callable[[str, Any], bool]:
-    """Return a predicate that selects leaves by exact path, in which glob characters have no meaning."""
+    """Return a predicate that selects the leaves at exactly these paths; glob characters have no meaning."""
     return lambda path, leaf: path in paths
 
 
@@ -62,7 +62,7 @@ def select(tree: Tree, selector: Selector) -> list[bool]:
         One boolean per leaf.
 
     Raises:
-        SelectionError: when a pattern, an alternative in braces or a predicate matches no leaf; or as `match_names`.
+        SelectionError: when a pattern, an alternative in braces or a predicate matches no leaf; or as in `match_names`.
 
     Examples:
         >>> select({"a": 1.0, "b": {"lora_a": 2.0}}, "**/lora_*")
@@ -90,8 +90,9 @@ def match_names(names: Sequence[str], selector: Pattern | Sequence[Pattern]) -> 
         selector: a glob, a compiled regular expression, or several; globs that start with ``!`` exclude.
 
     Raises:
-        SelectionError: when `selector` has no including pattern, or an item that is no pattern; when a pattern or an
-            alternative in braces matches nothing; when braces expand too far; or when the exclusions leave nothing.
+        SelectionError: when `selector` has only exclusions, or an item of another type; when a pattern or an
+            alternative in braces matches nothing; when braces expand to too many patterns; or when the exclusions leave
+            nothing.
     """
     value: Any = selector
     patterns: list[Any] = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
@@ -165,7 +166,7 @@ def _near_misses(pattern: str, names: Sequence[str]) -> str:
 
 
 def sample(names: Iterable[str]) -> str:
-    """List the first six names for a message, and the number of the others."""
+    """List the first six names for a message, and the number of further names."""
     listed = list(names)
     return ", ".join(listed[:6]) + (f", … ({len(listed) - 6} more)" if len(listed) > 6 else "")
 
@@ -173,8 +174,8 @@ def sample(names: Iterable[str]) -> str:
 def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
     """Yield each alternative of each brace, and the pattern with the alternative in place of the brace.
 
-    Braces are ``{a,b}`` and ``{0..3}``, also nested. ``**/{attn,mlp}/{q,up}_proj`` has four alternatives, but not all
-    four combinations need to occur. Other braces stay, so that an alternative may match in any combination with them.
+    Braces are ``{a,b}`` and ``{0..3}``, also nested. Other braces of the pattern stay, so each alternative may match in
+    any combination with them. ``**/{attn,mlp}/{q,up}_proj`` has four alternatives; not all combinations must match.
 
     Examples:
         >>> list(alternatives("{q,v}_proj"))
@@ -339,6 +340,6 @@ def _refuse_split_sharing(tree: Tree, mask: list[bool]) -> None:
 
 
 def split_static(model: Tree) -> tuple[Tree, Tree]:
-    """Split a model into its numeric leaves and all others, such as an Equinox module's activation function."""
+    """Split a model into its numeric leaves and its other leaves, such as an Equinox module's activation function."""
     arrays = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, model)
     return arrays, jax.tree.map(lambda leaf: None if is_array_like(leaf) else leaf, model)

@@ -55,8 +55,8 @@ def initial_carry(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fil
 def uniformly_varying(tree: Any) -> Any:
     """Cast all arrays of a tree to vary along the same axes of a `jax.shard_map`: the union of their varying axes.
 
-    Otherwise a custom derivative would have to sum the gradient of each array over the axes it lacks. The derivative
-    of the cast does this sum.
+    Without the cast, a custom derivative would have to sum the gradient of each array over the axes that the array
+    lacks. The derivative of the cast computes this sum.
     """
     leaves, structure = jax.tree.flatten(tree)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))

@@ -1,9 +1,9 @@
 """Communication of the processes of a run: agreement, failure detection and fingerprints of weights.
 
 All processes have to run the same program in the same order. So they compare their inputs before a run, and end it at
-the same step. If one raises, the others report that and exit; otherwise they would wait for it forever. If one dies
-without raising, JAX raises in the collectives of the other processes. Otherwise JAX ends these processes after
-``heartbeat_timeout_seconds``.
+the same step. If a process raises, the other processes report its error and exit, because they would wait for it
+forever. If a process dies without raising, JAX either raises in the collectives of the other processes, or ends them
+after ``heartbeat_timeout_seconds`` (see `jax.distributed.initialize`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def call_on_first(make: Callable[[], Any]) -> Any:
 
 
 def check_equal(what: str, text: str) -> None:
-    """Raise `ConfigError` unless all processes pass the same text in time; `what` describes the text in the message."""
+    """Raise `ConfigError` unless all processes pass the same text, described by `what`, within `_WAIT_SECONDS`."""
     if jax.process_count() == 1:
         return
     for index, reply in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, _WAIT_SECONDS)):
@@ -103,7 +103,7 @@ def any_process(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
 
 
 def check_shared_folder(processes: Processes, folder: Path) -> None:
-    """Raise `ConfigError` unless all processes see the same folder; they would wait forever for one another's files."""
+    """Raise `ConfigError` unless all processes see the same folder. Otherwise, they would wait for files forever."""
     if processes.count == 1:
         return
 
@@ -122,7 +122,7 @@ def check_shared_folder(processes: Processes, folder: Path) -> None:
 
 
 def _wait_for_file(path: Path) -> bool:
-    """Return whether a file exists or appears soon: shared file systems cache listings for some seconds."""
+    """Return whether a file appears within `_SHARED_SECONDS`: shared file systems cache listings for some seconds."""
     deadline = time.monotonic() + _SHARED_SECONDS
     while not path.is_file():
         if time.monotonic() > deadline:
@@ -180,10 +180,11 @@ class Processes:
                     raise ConfigError(problem, expected=expected, got=got, hint=_START_ALIKE)
 
     def agree_on_batch(self, batch: Tree) -> None:
-        """Raise unless all processes have batches of the same shapes; each set of shapes is compared once.
+        """Raise unless all processes have batches of the same paths, shapes and dtypes; compare each combination once.
 
-        Without `local_batches`, the contents are compared, too. If the other processes already compared such shapes in
-        an earlier call, they do not answer, and this process raises `StateError`.
+        Without `local_batches`, the contents of the compared batch have to be equal, too. If a combination is new in
+        this process only, the other processes do not join the comparison. Then this process raises `StateError` after
+        the timeout, or `ConfigError` if the others reach a later exchange first.
         """
         if self.count > 1:
             shapes = tuple(
@@ -205,9 +206,10 @@ class Processes:
             self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
-        """Yield batches of `data`; end early, in all processes at once, if `ending_together` asks for it in any.
+        """Yield batches of `data`; end early if the function passed to `ending_together` returns True in any process.
 
-        The first batch is always yielded. Raises `ConfigError` if the data of a process ends before that of another.
+        All processes end after the same batch. The first batch is always yielded. Raises `ConfigError` if the data ends
+        earlier in one process than in another.
         """
         for number, batch in enumerate(data):
             # The first batch is always yielded, because means over no batch would raise.
@@ -227,7 +229,7 @@ class Processes:
             self._should_end = lambda: False
 
     def fail(self) -> None:
-        """Mark this process as failing: it gets `_FAILING_SECONDS` to clean up if another process fails, too."""
+        """Mark this process as failing: if another process fails, this one has `_FAILING_SECONDS` to clean up."""
         self._is_failing = True
 
     def _should_leave(self, batches: str) -> bool:
@@ -252,16 +254,16 @@ class Processes:
         return [json.loads(text) for text in replies if text is not None]
 
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
-        """Return the shard and position of each process's data iterator; a single entry if all read whole batches."""
+        """Return ``{"shard": ..., "position": mine}`` of each process; a single entry if all read whole batches."""
         if self.count == 1 or not self._rules.local_batches:
             return [{"shard": None, "position": mine}]
         return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
-        """Return the saved position of this process's shard of the data; `saved` is a result of `positions`.
+        """Return the saved position, which may be None, of this process's shard; `saved` is a result of `positions`.
 
-        If no entry has this shard, add ``num_processes`` (the number of entries) to the first position. Data that
-        cannot resume from another shard's position refuse it. A position may be None.
+        If no entry has this shard, return the first position, with the number of entries as ``num_processes``. Only
+        data indexed by step resumes from it; `DataCursor.start` raises `DataError` for other data.
         """
         is_local = self.count > 1 and self._rules.local_batches
         shard = list(self._rules.data_shard) if is_local else None
@@ -283,7 +285,7 @@ class Processes:
         return None if None in numbers else min(numbers)
 
     def wait_on_cpu(self, results: Tree) -> Tree:
-        """Return `results`; with several processes on CPUs, wait until they are ready."""
+        """Return `results`; with several processes on CPUs, wait until the results are ready."""
         # On CPUs, the collectives of two programs that run at once may wait for each other's threads forever.
         # Accelerators run one program after the other.
         if self.count > 1 and jax.default_backend() == "cpu":
@@ -303,7 +305,7 @@ class Processes:
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """Report a failure of the block to the other processes, and end this process when another one fails."""
+        """Report an exception in the ``with`` block to the other processes; end this process when another fails."""
         if self.count == 1 or self._is_watched:  # only the outermost of nested blocks reports
             yield
             return
@@ -370,10 +372,10 @@ def _digest_batch(batch: Tree) -> str:
 
 
 def _first_difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
-    """Return the location of the first difference of two values, as text, and what differs there.
+    """Return where two values first differ, as text, and the expected and the actual part there.
 
-    For two lists, the location is the index of an entry, or the length. Otherwise it is empty, and both values are
-    returned as they are.
+    Two lists differ at an index, such as ``[3]``, or in length. For other values, the text is empty, and the parts are
+    the whole values.
     """
     if not (isinstance(expected, list) and isinstance(got, list)):
         return "", expected, got
@@ -420,7 +422,7 @@ def _sample_leaf(leaf: Any, rows: Sequence[int]) -> np.ndarray:
 
 
 def _is_host_readable(sharding: jax.sharding.Sharding) -> bool:
-    """Return whether NumPy can read arrays of this sharding in place, which saves a compilation for every shape."""
+    """Return whether NumPy can read arrays of this sharding directly; others need a compiled program per shape."""
     devices = sharding.device_set
     return on_host(sharding) or (len(devices) == 1 and next(iter(devices)).platform == "cpu")
 

@@ -6,7 +6,7 @@ and shards the batch. ``fsdp`` shards the model and the batch; the weights of a 
 and the activations between them, as in Megatron-LM (https://arxiv.org/abs/1909.08053). ``stage``, the axis of a
 pipeline, shards the layers of a stack. ``expert`` shards the batch and, by rules of the user, the experts of a mixture
 of experts, whose block exchanges the tokens. ``context`` shards the tokens of each row; `lowtide.ops.attention`
-exchanges this sharding for one of the heads.
+exchanges this sharding for a sharding of the heads.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
-    """Make a mesh with the axes ``data``, ``fsdp`` and ``tensor``, and optional others.
+    """Make a mesh with the axes ``data``, ``fsdp``, ``tensor``, and optionally ``stage``, ``expert``, ``context``.
 
     Args:
         stage: ranks of a pipeline; by default the mesh has no such axis.
@@ -111,8 +111,8 @@ class ShardingRules:
 
     The first of `rules` that matches the path of a leaf gives its partition spec. Without a match, ``stage`` shards the
     first dimension of leaves below ``layers/``. In leaves of at least `min_bytes`, ``tensor`` shards projections with
-    known names. ``fsdp`` then shards the largest other dimension that its size divides, but not the first of three or
-    more. Optimizer state is sharded like its parameter.
+    known names. ``fsdp`` then shards the largest remaining dimension that its size divides. In leaves with three or
+    more dimensions, this is never the first dimension. Optimizer state is sharded like its parameter.
 
     Raises:
         ConfigError: for a mesh with axes that are not automatic, an axis that the mesh does not have, ``context`` in
@@ -217,7 +217,7 @@ class ShardingRules:
         return None
 
     def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
-        """Return the sharding of an array or shape; the current one if it is on the mesh and no rule matches."""
+        """Return the sharding for an array or shape: its current sharding if it is on the mesh and no rule matches."""
         if self._is_on_mesh(leaf) and self._rule_spec(path, leaf.shape) is None:
             return leaf.sharding
         itemsize = 4 if is_key(leaf) else leaf.dtype.itemsize
@@ -316,11 +316,11 @@ class ShardingRules:
 
         Args:
             batch: arrays in this process's memory: whole ones or, with `local_batches`, the rows of this process.
-            num_microbatches: number of microbatches, each of which is sharded evenly. None outside of training: rows
-                that cannot be sharded evenly are replicated.
+            num_microbatches: number of microbatches, each of which is sharded evenly. None, for use outside of
+                training: rows that cannot be sharded evenly are replicated.
 
         Raises:
-            ConfigError: with `local_batches`, as in `data_shard`.
+            ConfigError: with `local_batches`, when `data_shard` raises it.
             DataError: when rows or tokens cannot be sharded evenly, or a leaf does not hold numbers.
             SelectionError: when ``context`` would shard no leaf.
         """
@@ -386,10 +386,10 @@ class ShardingRules:
     def constrain(self, rows: Tree) -> Tree:
         """Shard a microbatch or activations like batches, along their first axis; call it inside a jitted function.
 
-        ``context`` shards the second axis of leaves with three or more axes, which holds tokens in activations. Without
-        the constraint XLA decides. With weights sharded along ``fsdp``, every device may then compute all rows.
-        `Trainer` adds the constraint between layers of a `lowtide.LayerStack`; other models should call this method
-        there.
+        ``context`` shards the second axis of leaves with three or more axes, because activations have tokens there.
+        Without the constraint, XLA chooses the sharding. With weights sharded along ``fsdp``, every device may then
+        compute all rows. `Trainer` adds the constraint between layers of a `lowtide.LayerStack`; other models should
+        call this method between their layers.
 
         Args:
             rows: arrays with the batch as first axis; arrays that cannot be sharded are returned unchanged.

@@ -1,8 +1,8 @@
 """Train Equinox modules with `lowtide.Trainer`, including their state and inference mode.
 
-A trainer directly takes a module without state, Python numbers and ``inference`` flags, because it is a pytree of
-arrays. `Bridge` handles other modules. Only arrays reach the compiled step, so a dropout probability or an
-``inference`` flag stays a Python value. The step takes and returns `equinox.nn.State`. ``evaluate`` and ``predict`` set
+A module that has no state, Python numbers or ``inference`` flags is a pytree of arrays: a trainer takes it directly.
+`Bridge` handles other modules. Only arrays reach the compiled step, so a dropout probability or an ``inference`` flag
+stays a Python value. The step takes and returns `equinox.nn.State`. ``evaluate`` and ``predict`` set
 `equinox.nn.inference_mode`.
 
 The bridge makes no copy: the first step donates the trainable arrays and the state of the given module. `Bridge.model`
@@ -41,7 +41,7 @@ class Bridge:
     With a state, functions of the trainer take and return it as Equinox layers do. The loss function is
     ``loss_fn(model, state, batch)``, with optional arguments ``key`` and ``training``; it returns ``(loss, state)`` or
     ``(loss, metrics, state)``. The function of ``predict`` is ``fn(model, state, batch)`` and returns outputs or
-    ``(outputs, state)``. Without a state, functions are those for a pytree, ``loss_fn(model, batch)``.
+    ``(outputs, state)``. Without a state, functions have no argument ``state``: ``loss_fn(model, batch)``.
 
     Args:
         model: the module. The first step consumes its trainable arrays, so that it cannot be used any more.
@@ -185,7 +185,7 @@ class Bridge:
 
 
 def _leaves_by_name(model: Any, state: Any) -> dict[str, Any]:
-    """Return leaves in JAX's order by path in the module; a leaf of the state has a path ``State/...``."""
+    """Return leaves by path in the module, in JAX's order; a leaf of the state has a path ``State/...``."""
     pairs = leaves_with_paths((model, state))
     leaves = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
     if len(leaves) != len(pairs):

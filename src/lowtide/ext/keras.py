@@ -99,7 +99,7 @@ class Bridge:
 
     @property
     def mutable(self) -> Callable[[str, Any], bool] | None:
-        """Selector of leaves that a call may change: statistics and seeds, but not frozen weights; None if none."""
+        """Selects leaves that a call may change: statistics and seeds, not frozen weights. None without such leaves."""
         names = set(self._variables) - self._trainable - self._frozen
         return among(names) if names else None
 
@@ -112,9 +112,10 @@ class Bridge:
             loss: a Keras loss, its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
                 outputs, with one array each. Ranks and masks follow Keras: labels (B,) become (B, 1) if the outputs
                 are (B, 1).
-            metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`; or Keras metrics
-                that are means over examples, or their names. The result is the mean over a batch, without sample
-                weights and without masked examples; over several batches, it is the mean of the batches' means.
+            metrics: dictionary from a name of your choice to a metric. A metric is a function of labels and outputs,
+                such as `keras.metrics.binary_accuracy`, or a Keras metric that is a mean over examples. Keras' names
+                of these are accepted, too. The result is the mean over a batch, without sample weights and without
+                masked examples; over several batches, it is the mean of the batches' means.
             class_weight: weights by class, as in `lowtide.train.example_weights`; used only in training, as in Keras'
                 ``fit``. Labels with the shape of the outputs are one-hot. A `sample_weight` is multiplied by the
                 weights.
@@ -128,7 +129,7 @@ class Bridge:
             ConfigError: for an unknown loss or metric, a metric that is not a mean, such as AUC, or invalid `metrics`
                 or `class_weight`; for a model that overrides ``train_step`` or ``compute_loss``, because the override
                 would not be called; in the step, for a model with several outputs.
-            DataError: in the step, for a batch that is not one of these tuples.
+            DataError: in the step, for a batch other than ``(x, y)`` or ``(x, y, sample_weight)``.
         """
         self._check_not_overridden(
             ("compute_loss", "compute_metrics", "train_step", "test_step", "compute_loss_and_updates"),
@@ -211,7 +212,7 @@ class Bridge:
         return {name: variable._value for name, variable in self._variables.items()}
 
     def lend(self, arrays: Tree) -> None:
-        """See `lowtide.train.ModelObject`. Assigning to a borrowed variable also raises."""
+        """See `lowtide.train.ModelObject`. Using a borrowed variable raises, and so does ``Variable.assign``."""
         placeholders = {name: Placeholder(name, leaf) for name, leaf in arrays.items() if leaf is not None}
         for name, placeholder in placeholders.items():
             # `Variable.assign` does not read `_value`, so it would overwrite the placeholder. It raises because this
@@ -276,9 +277,9 @@ class Bridge:
 
 
 def _variables(model: Any) -> list[Any]:
-    """Return the model's variables, without those of metrics, plus variables that Keras does not list.
+    """Return the model's variables, without variables of metrics, plus variables that Keras does not list.
 
-    The latter are states of recurrent layers with ``stateful=True``. Keras' ``fit`` loses what a call assigns to them.
+    The latter are states of recurrent layers with ``stateful=True``. Keras' ``fit`` loses their new values.
     """
     metric_ids = {id(variable) for variable in model.metrics_variables}
     listed = (*model.trainable_variables, *model.non_trainable_variables)
@@ -340,7 +341,7 @@ def _snake_case(name: str) -> str:
 
 
 class _Loss(keras.losses.Loss):
-    """A function as a Keras loss, in float32 and with the reduction of ``compile``; Keras' own class is private."""
+    """A Keras loss that calls a function; reduction and dtype are Keras' defaults. Keras' own wrapper is private."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(name="loss")
@@ -397,7 +398,7 @@ def _mean(metric: Any, y: Any, outputs: Any) -> Any:
 
 
 def _select_by_shape(module: str, kind: str) -> Callable[..., Any]:
-    """Return a function that selects Keras' ``"crossentropy"`` or ``"accuracy"`` by shapes, as ``compile`` does."""
+    """Return Keras' crossentropy or accuracy, whose arguments' shapes select the binary, categorical or sparse form."""
 
     def fn(y_true: Any, y_pred: Any) -> Any:
         if y_pred.shape[-1] == 1:

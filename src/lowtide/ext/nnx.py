@@ -93,7 +93,7 @@ class Bridge:
         self.wrt = among(self._trainable)
         """Selects the trainable leaves: the variables that the argument `wrt` selects."""
         self.mutable = among(self._mutable_names) if self._mutable_names else None
-        """Selects the leaves that a call may change: all that are not parameters; None without such leaves."""
+        """Selects the leaves that a call may change: neither parameters nor trainable; None without such leaves."""
         self._borrowed = set[str]()
         self._attributes_before: dict[str, Any] = {}
         """Attributes of the step's module before the user's function is called."""
@@ -306,7 +306,8 @@ def _attributes(module: nnx.Module) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     """Return the form of an attribute that is compared before and after a call.
 
-    Arrays, and containers that `_attributes` lists separately, become "held". Other variables become tuples of leaves.
+    Arrays, and containers that `_attributes` lists separately, become "held". A variable with any other value becomes
+    a tuple of named leaves. All other attributes stay as they are.
     """
     raw = _raw(value)
     if raw is not value and not isinstance(raw, jax.Array):
@@ -358,7 +359,7 @@ def _warn_of_eval(module: nnx.Module) -> None:
 
 
 def _record_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
-    """Return a list that collects all values assigned to variables of a module from now on, also in NNX transforms."""
+    """Return a list that collects all values assigned from now on to the variables `names`, also in NNX transforms."""
     writes: list[Any] = []
 
     def record(_: Any, value: Any) -> Any:

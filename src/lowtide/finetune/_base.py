@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from ..core import (
     ModelFileError,
     OutputError,
     Selector,
+    check_choice,
     check_integer,
     input_file,
     parse_json,
@@ -35,7 +36,7 @@ from ..core import (
     write_files,
 )
 from ..quant import QuantizedWeight, dequantize
-from ._config import FOUR_BITS, FinetuneConfig
+from ._config import FOUR_BITS, Dtype, FinetuneConfig
 from .data import ChatTemplate, chat_turn, load_chat_template
 from .data._encode import encode
 
@@ -69,8 +70,8 @@ def open_base(
     """Load a model and its tokenizer.
 
     Args:
-        directory: a directory in Hugging Face's layout, or a GGUF file; None: the embedded model.
-        tokenizer: the folder of its tokenizer; None: `directory`. A GGUF file needs one.
+        directory: a directory in Hugging Face's layout, or a GGUF file; None: the small model included in Lowtide.
+        tokenizer: the folder of the tokenizer; None: `directory`, which then has to be a folder with `tokenizer.json`.
         param_dtype: dtype of the parameters: auto (as stored; float32 on a CPU), or a dtype's name.
         compute_dtype: dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), or a dtype's name.
         host: as in `lowtide.models.load`.
@@ -84,9 +85,9 @@ def open_base(
         that they refuse tokens without an embedding.
 
     Raises:
-        ModelFileError: for an unusable directory, or a tokenizer of another model. Added tokens may have ids beyond
-            the embeddings; the data functions refuse texts with such tokens.
-        ConfigError: for float16 on a CPU.
+        ModelFileError: for an unusable directory, or a tokenizer with ids beyond the model's embeddings. Ids of added
+            tokens may be beyond them; the data functions refuse texts with such tokens.
+        ConfigError: for the `compute_dtype` float16 on a CPU. Other errors are those of `lowtide.models.load`.
 
     Memory:
         As `lowtide.models.load`.
@@ -110,7 +111,7 @@ def open_base(
 
 
 def directory_of(config: FinetuneConfig) -> Path:
-    """Return the model's folder; without `model`, the folder of the embedded model."""
+    """Return the path in `config.model`, or the folder of the small model included in Lowtide."""
     return Path(config.model) if config.model is not None else models.base_path()
 
 
@@ -121,7 +122,7 @@ def with_implementation(model: models.Decoder, attention: str, tile_tokens: int 
 
 
 def formats(config: FinetuneConfig) -> dict[str, str] | None:
-    """Return the quantised format of frozen weights by glob; None without quantisation."""
+    """Return the argument `quantize` of `lowtide.models.load`, a dict from globs to formats; None: quantise nothing."""
     by_glob = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
     return {glob: format_name for glob, format_name in by_glob.items() if format_name is not None} or None
 
@@ -154,15 +155,15 @@ def quantized_weights(model: models.Decoder) -> list[QuantizedWeight]:
 
 
 def training_dtype(config: FinetuneConfig) -> str:
-    """Return the dtype for loading the model; with `full`, ``auto`` means float32, in which adapters train, too."""
+    """Return the dtype for loading the model. With `full`, ``auto`` becomes float32, the dtype that adapters have."""
     return "float32" if config.full and config.param_dtype == "auto" else config.param_dtype
 
 
 def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) -> tuple[str, str]:
     """Return the dtypes of parameters and activations, with ``auto`` replaced by the default of a platform.
 
-    `platform` is ``cpu``, ``gpu`` or ``tpu``; None: the hardware at hand. Parameters on an accelerator keep ``auto``,
-    the stored dtype. float16 activations on a CPU raise ConfigError.
+    `platform` is ``cpu``, ``gpu`` or ``tpu``; None: the hardware at hand. On an accelerator, the dtype of parameters
+    stays ``auto``, which means the stored dtype. float16 activations on a CPU raise ConfigError.
     """
     # XLA for CPU multiplies in float32. It would hold half-precision weights and a float32 copy of them.
     is_on_cpu = (platform or jax.default_backend()) == "cpu"
@@ -175,7 +176,7 @@ def dtypes(param_dtype: str, compute_dtype: str, platform: str | None = None) ->
 
 
 def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
-    """Return the folder of a model's tokenizer and chat template; raise ModelFileError if a GGUF file has none."""
+    """Return the folder of a model's tokenizer and chat template; a GGUF file without them raises ModelFileError."""
     if tokenizer is not None:
         return Path(tokenizer)
     if models.gguf_file(base) is not None and not os.path.lexists(base / "tokenizer.json"):
@@ -195,7 +196,7 @@ def read_auxiliary_files(base: Path, chat_template: str | Path | None = None) ->
 def write_model(
     model: models.Decoder, base: Path, out: Path, files: Mapping[str, bytes], ends: EndTokens, **options: Any
 ) -> None:
-    """Write a model and the files that go with its weights; `options` are those of `lowtide.models.save`."""
+    """Write a model and the files that go with its weights; `options` go to `lowtide.models.save`."""
     models.save(model, out, **options)
     _copy_config_keys(base, out, model.config)
     write_files(out, with_end_tokens(files, ends, model.config))
@@ -234,19 +235,19 @@ class EndTokens:
     """Ids of the tokens that end a generated text.
 
     A base model's config.json names the end of a document (``<|endoftext|>``). Chats end their turns with another token
-    (``<|im_end|>``), and a model tuned on chats writes only that one. So answers end at all tokens that config.json,
-    generation_config.json and the tokenizer name. They also end at the token that closes an assistant's turn in the
-    chat template.
+    (``<|im_end|>``), and a model tuned on chats writes only that one. So an answer ends at every end token of
+    config.json, generation_config.json and the tokenizer. It also ends at the token that closes an assistant's turn in
+    the chat template.
     """
 
     answer: tuple[int, ...]
-    """All end tokens, those of config.json first."""
+    """All end tokens; the end tokens of config.json come first."""
     text: int | None
-    """Token appended to learned documents and completions: from config.json, else from the tokenizer, else None."""
+    """Token that training appends to documents and completions, from config.json or else the tokenizer; or None."""
     turn: int | None
     """Token that closes an assistant's turn in the chat template; None without a template or such a token."""
     is_turn_open: bool
-    """Whether there is a chat template that writes no added token of the tokenizer after an answer."""
+    """Whether the template writes no added token after an answer. Then a model tuned on chats learns no stop."""
 
 
 def load_end_tokens(
@@ -262,12 +263,12 @@ def load_end_tokens(
     Args:
         config: the model's configuration.
         tokenizer: the model's tokenizer.
-        directory: the model's directory, or a GGUF file; None: the embedded model.
-        tokenizer_dir: the folder of its tokenizer, if it is a different one.
+        directory: the model's directory, or a GGUF file; None: the small model included in Lowtide.
+        tokenizer_dir: the folder of the tokenizer, if it is not `directory`.
         chat_template: a file to use instead of the model's template.
 
     Raises:
-        ModelFileError: for an end token outside the vocabulary, with the name of the file, and for unusable files.
+        ModelFileError: for an unusable file, and for an end token outside the vocabulary; the error names the file.
     """
     folders = [Path(folder) for folder in (directory, tokenizer_dir) if folder is not None]
     sources: list[tuple[Any, Any]] = [(directory or "the embedded model", config.eos_token_id)]
@@ -284,6 +285,7 @@ def load_end_tokens(
     except (DataError, ModelFileError):  # plain text needs no template; rendering a chat raises this error again
         turn, is_turn_open = None, False
     # The tokenizer may have tokens that the model has no embedding for.
+    is_turn_open |= turn is not None and turn >= config.vocab_size  # the token cannot be learned
     tokenizer_end, turn = (None if end is None or end >= config.vocab_size else end for end in (tokenizer_end, turn))
     text = tokenizer_end if config.eos_token_id is None else ends[0]
     answer = [*ends, *(end for end in (tokenizer_end, turn) if end is not None)]
@@ -299,7 +301,10 @@ def _parse_ids(value: Any, source: Any, vocab_size: int) -> Sequence[int]:
 
 
 def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None, bool]:
-    """Return the first added token after an answer, None without one; and whether an answer is written without one."""
+    """Return the first added token after an answer in a rendered chat, or None; and whether there is no such token.
+
+    If the rendered chat does not contain the answer, return (None, False).
+    """
     text = chat_turn(template, _ANSWER)
     begin = text.rfind(_ANSWER)
     if begin < 0:
@@ -315,7 +320,7 @@ def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None,
 def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.DecoderConfig) -> dict[str, bytes]:
     """Return the files of a model, contents by name, with all end tokens in generation_config.json.
 
-    The `generate` of transformers stops at the tokens of this file. If it names none, those of `config` count.
+    The `generate` of transformers stops at the end tokens of this file, or at those of `config` if the file has none.
     """
     settings = parse_json(files[_GENERATION_CONFIG], _GENERATION_CONFIG) if _GENERATION_CONFIG in files else {}
     stop_ids = settings.get("eos_token_id", config.eos_token_id)
@@ -347,14 +352,14 @@ def write_merged(
     """Merge adapters into their base, and write the directory of a whole model.
 
     Args:
-        directory: the base in Hugging Face's layout, or a GGUF file; None: the embedded model.
+        directory: the base in Hugging Face's layout, or a GGUF file; None: the small model included in Lowtide.
         adapters: directories of adapters in PEFT's format; their updates are summed.
         out: the folder to create; a folder that is not empty is refused.
         weights: a factor for each adapter; None: 1.
-        dtype: dtype of the written weights; None: as stored in the base, for a quantised base that of its embedding.
+        dtype: dtype of the written weights; None: the stored dtype, or the dtype of the embedding of a quantised base.
         max_shard_bytes: the most bytes in one file.
         chat_template: a file to write as `chat_template.jinja`; None: the base's template, if it has one.
-        tokenizer: the folder of the base's tokenizer; None: the base's directory. A GGUF file needs one.
+        tokenizer: the folder of the base's tokenizer; None: `directory`, which then has to contain `tokenizer.json`.
 
     Returns:
         The merged model.
@@ -362,12 +367,14 @@ def write_merged(
     Raises:
         OutputError: when the folder is not empty or cannot be written.
         ModelFileError: for an unusable base or adapter.
-        ConfigError: without adapters, for another number of weights, or an unknown dtype.
+        ConfigError: for an unknown `dtype`, without adapters, or if `weights` does not have one number per adapter.
 
     Memory:
-        Holds the base and a second copy of the adapted weights. With `dtype` or a quantised base, they are in float32,
-        and the result in `dtype` is held, too. Writing takes a few pieces of 64 MiB on the host.
+        Holds the base and a second copy of the adapted weights. With `dtype` or a quantised base, both are in float32,
+        and the result in the written dtype is held, too. Writing takes a few pieces of 64 MiB on the host.
     """
+    if dtype is not None:
+        check_choice("dtype", dtype, [name for name in get_args(Dtype) if name != "auto"])
     base, out = Path(directory) if directory is not None else models.base_path(), Path(out)
     if not adapters:
         raise ConfigError("there is no adapter to merge", hint="name at least one directory with --adapter")

@@ -1,6 +1,6 @@
 """Compute the device memory that a run needs before weights are loaded, and find settings that need less.
 
-The training step is compiled from shapes, so the figures are those of the compiler. A batch has the columns
+The training step is compiled from shapes, so the figures come from the compiler. A batch has the columns
 `segment_ids` and `positions` if `FinetuneConfig.is_packed` is true.
 """
 
@@ -46,7 +46,7 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     """Compile the training step of a run from shapes, and return the device memory that the run needs.
 
     Args:
-        config: the settings. The model's weights are not read; the files of `adapter` are.
+        config: the settings. The files of ``config.adapter`` are read, but not the model's weights.
         target: device to compile for; None for the hardware at hand.
 
     Returns:
@@ -78,20 +78,20 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
 def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None] | None = None) -> str:
     """Raise an error for a run that needs more device memory than a budget, before any weight is loaded.
 
-    The arguments of the step (weights, adapters, optimizer state) are counted first, also for changes of the settings
-    that lower them. If they exceed the budget with every change, nothing is compiled. Otherwise the step is compiled.
-    If it exceeds the budget, it is compiled again with changes that may be enough.
+    First, the bytes of the step's arguments (weights, adapters, optimizer state) are counted, for these settings and
+    for changed settings that need fewer bytes. If all of them exceed the budget, nothing is compiled. Otherwise the
+    step is compiled. If it needs more than the budget, it is compiled again with changed settings that may fit.
 
     Args:
         config: the settings.
         budget: device memory in bytes that the run may use.
-        on_try: called before the step is compiled with a change of the settings, with the flags of the change.
+        on_try: called with the command-line flags of each change, before the step is compiled with that change.
 
     Returns:
         A line that states the needed memory.
 
     Raises:
-        OutOfMemoryError: when the run needs more than `budget`; with bytes by part, and settings that lower them.
+        OutOfMemoryError: when the run needs more than `budget`; the error lists bytes by part, and settings to change.
         ModelFileError, SelectionError, ConfigError: as `needs`.
 
     Memory:
@@ -216,9 +216,10 @@ def _largest_that_fits(
     budget: int,
     try_change: Callable[[Mapping[str, Any]], int | None],
 ) -> dict[str, int]:
-    """Return flags and bytes of a smaller value of `field`: an interpolated one if it fits, otherwise `lower_limit`.
+    """Return the flags of one smaller value of `field`, with the bytes that the run then needs.
 
-    The result does not fit if `lower_limit` does not, and is empty if `lower_limit` cannot be compiled.
+    The value is interpolated. It is `lower_limit` if the interpolated value does not fit the budget, even when
+    `lower_limit` does not fit either. The result is empty if the step cannot be compiled with `lower_limit`.
     """
     smallest, current = _reduction(config, field, lower_limit), getattr(config, field)
     size = try_change(smallest)
@@ -240,7 +241,7 @@ def _describe(option: tuple[str, int]) -> str:
 
 
 def _optimizer_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
-    """Yield the change that moves the optimizer state of adapters to host memory, unless it is there."""
+    """Yield the change that moves the optimizer state to host memory; none with `full`, or if it is there already."""
     if not config.full and "optimizer" not in (config.offload or ()):
         yield {"offload": (*(config.offload or ()), "optimizer")}
 
@@ -278,8 +279,9 @@ def _low_precision_change(config: FinetuneConfig) -> dict[str, Any]:
 def _combined_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     """Yield combined changes, each with batch size 1, a sequence of at most 32 tokens, and recomputed layers.
 
-    Full-parameter tuning: without and with low precision. Adapters, always with quantised embeddings: quantised
-    weights; quantised weights with the optimizer state on the host; weights and optimizer state on the host.
+    Full-parameter tuning gets two changes, without and with low precision. Adapters get three, all with quantised
+    embeddings: (1) quantised weights; (2) quantised weights, and the optimizer state on the host; (3) weights and
+    optimizer state on the host.
     """
     change = _reduction(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}

@@ -40,7 +40,7 @@ _HINTS = {
 }
 """Hints for values that other libraries accept, by the value in lower case."""
 _MOST_TOKENS, _EMBEDDED_TOKENS, _ROUND_TOKENS = 2048, 128, 64
-"""Largest default sequence length, that of the embedded model, and the multiple to which lengths are rounded up."""
+"""Largest default sequence length, its value for the included model, and the multiple to which lengths are rounded."""
 _EDITABLE = {"editable": True}
 """Metadata of settings that may change in a resumed run: they affect outputs, times and bytes, but no losses."""
 _PATH = {"path": True, **_EDITABLE}
@@ -72,8 +72,8 @@ Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stabl
 class FinetuneConfig:
     """All settings of a fine-tuning run, with their defaults; each field is a key of the TOML file and a flag.
 
-    The constructor raises ConfigError for a value of the wrong type or out of range. It also does so for settings that
-    contradict each other or have no effect together, and without the extra ``finetune``.
+    The constructor raises ConfigError for a value of the wrong type or out of range, and without the extra
+    ``finetune``. It also raises ConfigError for settings that contradict each other, or that another makes useless.
     """
 
     model: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR", **_PATH})
@@ -245,7 +245,7 @@ class FinetuneConfig:
 
     @property
     def is_packed(self) -> bool:
-        """Whether batches have segment ids and positions; with auto packing a guess: whether `data` is set."""
+        """Whether batches have segment ids and positions. With auto packing, this is a guess: True if `data` is set."""
         return self.packing != "contiguous" and (self.packing != "auto" or self.data is not None)
 
     @property
@@ -315,7 +315,7 @@ def flag_of(field: str) -> str:
 
 
 def config_to_toml(config: FinetuneConfig) -> str:
-    """Return fields other than None as TOML: no adapter settings with `full`, no `num_steps` with `num_epochs`."""
+    """Return the fields that are not None as TOML, except adapter settings with `full`, and `num_steps` with epochs."""
     omitted = [*_ADAPTER_FIELDS] if config.full else []
     omitted += ["num_steps"] if config.num_epochs is not None else []
     import tomli_w
@@ -332,10 +332,10 @@ def with_steps(config: FinetuneConfig, num_sequences: int) -> FinetuneConfig:
 
 
 def with_seq_len(config: FinetuneConfig, context: int, longest: int | None = None) -> FinetuneConfig:
-    """Return the configuration with a sequence length: the one that is set, or a default for the model and the data.
+    """Return the configuration; a `seq_len` of 0 is replaced by a default for the model and the data.
 
-    `context` is the model's number of positions. `longest` is the needed length, such as that of the longest record;
-    None: the largest default length.
+    `context` is the model's number of positions. `longest` is the needed length, such as the length of the longest
+    record. If it is None, the largest default length replaces 0.
     """
     if config.seq_len:
         return config
@@ -543,7 +543,7 @@ _REMARKS = {
     "--out, the folder of the run": "output_dir out_dir",
     "--resume, with the --out of the run": "resume_from_checkpoint",
 }
-"""Texts for hints, each with names in other libraries that have no key of the same meaning here."""
+"""Texts for hints, each with names of other libraries' settings for which `FinetuneConfig` has no equivalent field."""
 _SETTING_OF_SYNONYM = {name: text for text, names in (_SYNONYMS | _REMARKS).items() for name in names.split()}
 
 
@@ -554,7 +554,7 @@ def setting_of(name: str) -> str | None:
         name: a key or a flag, with or without its dashes.
 
     Returns:
-        Text for a hint: our key, or a flag such as ``--quantize nf4``, with any remark. None for an unknown name.
+        Text for a hint: our key, a flag such as ``--quantize nf4``, or a remark. None for an unknown name.
     """
     key = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
     return _SETTING_OF_SYNONYM.get(key)

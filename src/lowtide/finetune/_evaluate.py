@@ -51,7 +51,7 @@ def token_stream(
     """Tokenise documents and join them, each followed by the end token, if any.
 
     Args:
-        documents: texts, or texts by their name in errors.
+        documents: texts, or a dict from names to texts; errors contain the names.
         tokenizer: the model's tokenizer.
         end_token: token appended to each document; None: no token.
         vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
@@ -88,7 +88,7 @@ def text_loss(
 
     Raises:
         DataError: for fewer than two tokens, or tokens without an embedding.
-        ConfigError: for a number below 1.
+        ConfigError: for a `seq_len` or `batch_size` below 1.
 
     Memory:
         Holds one batch's activations of one layer, and the logits of one chunk of

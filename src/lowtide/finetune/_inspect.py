@@ -82,7 +82,7 @@ def inspect(path: str | Path) -> Inspection:
         The content, problems included.
 
     Raises:
-        ModelFileError: when the path does not exist, is none of these, or contains a damaged file.
+        ModelFileError: when the path does not exist, is of another kind, or contains a damaged file.
 
     Memory:
         Holds file headers only; no weight is read.
@@ -131,7 +131,7 @@ def inspect_data(config: FinetuneConfig) -> Inspection:
         ModelFileError: for an unusable tokenizer or chat template.
 
     Memory:
-        Holds one batch of records at a time, and a digest and two numbers of each record; plain text as a whole.
+        Holds 256 records at a time, and a digest and two numbers of every record. Plain text is held as a whole.
     """
     from .. import models
     from ._base import directory_of, load_end_tokens, tokenizer_folder
@@ -283,7 +283,7 @@ def _inspect_gguf(path: Path, file: Path) -> Inspection:
 
 
 def _bits_per_weight(stored_weights: Mapping[str, Any]) -> dict[str, str]:
-    """Compute the average stored bits of a weight for each quantised format, scales included."""
+    """Return, by quantised format, a text with the average stored bits of a weight, including its scales."""
     counts, sizes = Counter[str](), Counter[str]()
     for weight in stored_weights.values():
         if weight.format not in _BITS:
@@ -392,7 +392,7 @@ def _read_headers(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]
 def _weight_facts(
     files: Sequence[Path], tensors: Mapping[str, tuple[str, tuple[int, ...]]], experts: Any = None
 ) -> dict[str, Any]:
-    """Count parameters and bytes; `experts` is the field of the model's configuration, or None."""
+    """Return facts such as numbers of parameters, tensors and bytes; `experts` is ``config.experts``, or None."""
     counts, dtypes = Counter[str](), Counter[str]()
     for name, (dtype, shape) in tensors.items():
         if name.endswith("rotary_emb.inv_freq"):  # older files store these constants

@@ -1,9 +1,9 @@
 """Build the training step of a fine-tuning job from its settings: model, loss, optimizer, learning rate and batch.
 
-A run makes a `JobPlan` from the weights that it loads. `lowtide fits`, `lowtide explain` and ``--budget`` make one of
-shapes from `config.json`, and compile its step for any target. The words of ``FinetuneConfig.offload`` become arguments
-of `lowtide.offload`: the leaves to load onto the host, the wrapper of the optimizer, the memory for inputs of blocks,
-and the layerwise step of ``full``.
+A run makes a `JobPlan` from the weights that it loads. `lowtide fits`, `lowtide explain` and ``--budget`` make a
+`JobPlan` of shapes from `config.json`, and compile its step for any target. The words of ``FinetuneConfig.offload``
+decide which leaves are loaded onto the host, and where the inputs of blocks and the optimizer state are kept. They are
+also arguments of the layerwise step of ``full``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def step_job(model: str | Path, *, target: Target | str | None = None, **setting
     """Return the training step of `lowtide finetune`, with shapes instead of arrays.
 
     Args:
-        model: a folder with `config.json`, or a GGUF file. Weights are not read and need not exist. The base of a
-            quantised folder is quantised in the same format.
-        target: device that the step will be compiled for. It decides the meaning of the dtype ``auto``.
+        model: a folder with `config.json`, or a GGUF file. Weights are not read and need not exist. If the folder's
+            weights are quantised, the base has their format.
+        target: device that the step will be compiled for, which decides the meaning of the dtype ``auto``. None: the
+            hardware at hand.
         **settings: fields of `FinetuneConfig`, such as `batch_size`, `seq_len`, `quantize`, `full` and `offload`.
             Batches have the columns ``segment_ids`` and ``positions``, unless `packing` is ``contiguous``.
 
@@ -88,7 +89,7 @@ class JobPlan:
 
     @classmethod
     def from_shapes(cls, config: FinetuneConfig, target: Target | str | None = None) -> JobPlan:
-        """Make the plan from `config.json`, without weights; dtypes, formats and memory spaces are those of a run.
+        """Make the plan from `config.json`, without weights; dtypes, formats and memory spaces are as in a run.
 
         `target` decides what the dtype ``auto`` means; None stands for the hardware at hand.
         """
@@ -123,7 +124,7 @@ class JobPlan:
         return optimizer(self.config, self.schedule)
 
     def job(self) -> Job:
-        """Return the step with the roles of `lowtide.train.step_job`; with `full`: ``state``, ``frozen``, ``batch``."""
+        """Return the step; its roles are as in `train.step_job`, or with `full` ``state``, ``frozen`` and ``batch``."""
         config, tx = self.config, self.tx
         names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
         batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
@@ -239,7 +240,7 @@ def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
 def _loss_with_dropout(
     loss_fn: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool
 ) -> Any:
-    """Compute the loss; in a training step with dropout on the inputs of the adapters."""
+    """Compute the loss; in a training step, the inputs of the adapters get dropout."""
     return loss_fn(lora.dropout(model, rate, key=key) if training else model, batch)
 
 
@@ -249,8 +250,8 @@ def loss(
     """Compute `lowtide.models.loss` for a model whose leaves may be in host memory.
 
     Layers on the host are streamed one at a time and always recomputed, each from its own kept input. So the device
-    holds two layers, and the activations of one. Outer leaves on the host move as a whole. With ``inputs="host"`` the
-    kept inputs of blocks are on the host until the backward pass.
+    holds two layers, and the activations of one layer. Outer leaves on the host are copied to the device as a whole.
+    With ``inputs="host"`` the kept inputs of blocks are on the host until the backward pass.
     """
     outer = _on_device(model.outer)
     if inputs == "host" and not _on_host(model.layers) and layers_per_remat == 1:
@@ -347,7 +348,7 @@ def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.Gradien
 
 
 def _with_state_format(config: FinetuneConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Store an optimizer's state in `state_dtype`; bfloat16 parameters of `full` also get 8-bit residuals."""
+    """Return the optimizer with state in `state_dtype`; with `full`, bfloat16 parameters also get 8-bit residuals."""
     state_format = None if config.state_dtype == "float32" else config.state_dtype
     weights = "split" if config.full and config.param_dtype == "bfloat16" else None
     return tx if state_format is weights is None else low_precision(tx, state_format, weights=weights)

@@ -61,7 +61,8 @@ class Finetune:
     Args:
         config: the settings.
         out: the run's folder, checked by `open_run`.
-        on_tokenise: called with the numbers of finished and of all documents; for records, both are the finished ones.
+        on_tokenise: called with the number of finished documents and the total. For records the total is unknown, so
+            both arguments are the number of finished records.
         sharding: rules that shard the work over the devices of one or more processes.
 
     Raises:
@@ -119,7 +120,7 @@ class Finetune:
             )
         )
         self.saved_bytes: int | None = plan.saved_bytes()
-        """Bytes of gradients and optimizer state that the frozen weights would need (all devices); None with `full`."""
+        """Bytes of gradients and optimizer state that frozen weights save, on all devices; None with `full`."""
         self.schedule = plan.schedule
         # The learning rates for records are computed here, in one program. Computed after a step, they would delay the
         # record until the device is free. An interrupt during this wait could lose the record.
@@ -329,7 +330,7 @@ class Finetune:
         Args:
             table: the result of `memory`.
             samples: prompt and continuation by title.
-            timeline: compile the step again to show the live bytes over the program; ignored with several processes.
+            timeline: whether to compile the step again and show its live bytes; ignored with several processes.
 
         Returns:
             Path of the page; None without `report`, or in any process except the first.
@@ -416,7 +417,7 @@ def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
 
 
 def _pipeline(config: FinetuneConfig, model: models.Decoder, sharding: ShardingRules) -> Pipeline:
-    """Build the pipeline with `num_microbatches` microbatches; if that is 1, one for each row of a batch shard."""
+    """Build the pipeline with `num_microbatches` microbatches; 1 means one microbatch for each row of a batch shard."""
     num_shards = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
     num_microbatches = (
         config.num_microbatches if config.num_microbatches > 1 else max(config.batch_size // num_shards, 1)
@@ -453,7 +454,7 @@ def _trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapp
 
 
 def _device_bytes(tree: Tree) -> int:
-    """Return the bytes on one device of arrays, or of gradients with the same sharding."""
+    """Return the bytes that the arrays of a tree take on one device; gradients with their shardings take as many."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return tree_bytes([jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays])
 

@@ -47,15 +47,15 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         out: the run's folder.
         values: configuration values of the call.
         where: source of these values, for messages.
-        resume: continue the run in `out`. Its own `config.toml` applies, and `values` must not contradict it, except
-            for a larger number of steps.
+        resume: whether to continue the run in `out`. Then its own `config.toml` applies, and `values` must not
+            contradict it, except for a larger number of steps.
 
     Returns:
         The configuration.
 
     Raises:
         OutputError: when `out` cannot be written, is not empty (without `resume`), or has no run to resume.
-        ConfigError: for unusable values, or values that differ from those of the run to resume.
+        ConfigError: for unusable values, or values that differ from the settings of the run to resume.
     """
     check_equal("arguments", json.dumps(values, default=str, sort_keys=True))
     saved = call_on_first(lambda: config_to_toml(_open_run(Path(out), values, where, resume=resume)))
@@ -117,7 +117,7 @@ def write_config(out: Path, config: FinetuneConfig) -> None:
 
 
 def start_day(out: Path) -> str:
-    """Return the day on which a run began, such as ``2025-01-31``; today for a new run or one without a recorded day.
+    """Return the day on which a run began, such as ``2025-01-31``; today for a run without a recorded day.
 
     Chat templates may write the date, and a run resumed on another day needs the same tokens.
     """
@@ -125,9 +125,9 @@ def start_day(out: Path) -> str:
 
 
 def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | None = None) -> None:
-    """Record a run's tokens and settings when it starts; raise ConfigError if it is resumed with different ones.
+    """Record a run's settings and the digest of its tokens when it starts; raise ConfigError if a resumed run differs.
 
-    Only the first process calls this. `digest` is that of the run's tokens, and `day` comes from `start_day`.
+    Only the first process calls this. `digest` is the hash of the run's tokens, and `day` comes from `start_day`.
     """
     settings, start = _loss_settings(config), _read_start(out)
     if not start:
@@ -163,8 +163,8 @@ def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) 
 class MetricsFile(Callback):
     """Writer of `metrics.jsonl`, which appends and flushes one record a line.
 
-    A run continues at the step `keep_through`. Later records are dropped, so the file reads as if the run had never
-    stopped. None drops all records.
+    `keep_through` is the step at which the run continues. Later records are dropped, so the file reads as if the run
+    had never stopped. None drops all records.
     """
 
     def __init__(self, path: Path, keep_through: int | None) -> None:
@@ -295,7 +295,7 @@ def save_report_inputs(
     tables: Mapping[str, Sequence[tuple[str, str]]],
     samples: Mapping[str, tuple[str, str]],
 ) -> None:
-    """Write the inputs of the page that no other file has; samples of an earlier call for the run stay in the file."""
+    """Write the inputs of the page that no other file of the run has; samples that an earlier call wrote are kept."""
     memory.to_json(out / REPORT)
     parts = {"tables": tables, "samples": {**_read_parts(out, [])[1], **samples}}
     write_files(out, {PARTS: (json.dumps(parts, indent=2) + "\n").encode()})
@@ -362,9 +362,9 @@ def _charts(config: FinetuneConfig, records: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _clip_peaks(points: list[tuple[float, float | None]]) -> tuple[list[tuple[float, float | None]], str]:
-    """Clip values above four times the median, and return a note for the title.
+    """Return the points, clipped at four times the median, and a note for the title, which is empty if none is clipped.
 
-    Such values occur when the wait for a step is timed elsewhere, so that the step itself seems fast.
+    Larger values occur when the wait for a step is counted elsewhere, so that the step itself seems fast.
     """
     values = [value for _, value in points if value is not None]
     limit = 4 * statistics.median(values) if values else math.inf

@@ -60,7 +60,7 @@ class CompiledProgram:
     argument_names: tuple[str, ...] = ()
     """JAX's names of the argument leaves, in flattening order."""
     error: BaseException | None = None
-    """The compiler's exception if the program did not fit, and there is no executable; otherwise None."""
+    """The compiler's exception if the program did not fit (then there is no executable); None if it fits."""
     _compiled: Any = None
 
     @property
@@ -230,7 +230,7 @@ def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
 
 
 def read_dump(folder: str | Path) -> Any:
-    """Read the optimised program from XLA's dump in `folder`; return None without program or buffer assignment."""
+    """Return the optimised program in XLA's dump in `folder`; None if it has no program or no buffer assignment."""
     # Read the largest program, because XLA dumps helper programs, too.
     files = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: -path.stat().st_size)
     hlo = read_hlo(files[0]) if files else None
@@ -279,7 +279,7 @@ def _foreign_jit_error(fn: Any) -> StructureError:
 def _close_over_constants(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, only_modules: bool
 ) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Bind leaves that are not arrays as constants, as `equinox.filter_jit` does; return the function and its arrays.
+    """Bind leaves that are not arrays as constants, as `equinox.filter_jit` does; return new function and arguments.
 
     `jax.jit` refuses an argument that contains a function, such as an activation, and traces Python values such as a
     dropout flag. With `only_modules`, arguments without a function or an Equinox module stay unchanged.
@@ -321,7 +321,7 @@ def _close_over_constants(
 
 
 def _split_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Make a pure function of the states of NNX modules; it returns the result and the variables that `fn` changed."""
+    """Return a pure function of NNX states, and the states; the function returns its result and changed variables."""
     nnx: Any = sys.modules["flax.nnx"]
 
     def has_module(tree: Any) -> bool:
@@ -362,7 +362,7 @@ def _place_arguments(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any
     """Replace every array of a tree by a `jax.ShapeDtypeStruct` on the target; also return the paths in host memory.
 
     Tree paths begin with a group (positional or keyword) and an argument. A leaf whose type `jit` refuses raises
-    `StructureError` if `strict`; otherwise it stays, because it may be static.
+    `StructureError` if `strict` is True; if `strict` is False the leaf stays, because it may be static.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(arguments)
     mapper = _MeshMapper(goal)

@@ -3,8 +3,8 @@
 This file reads only public interfaces of `jax.stages.Compiled`: `input_formats` (layout and sharding per leaf),
 `args_info` (shape, dtype, donation) and the first line of `as_text()`, which lists the aliased parameters.
 
-- `jit` drops a leaf that the program does not read (unless `keep_unused`). The format of such a leaf has no layout. It
-  is no parameter of the program and costs no bytes in XLA's figures.
+- `jit` drops a leaf that the program does not read (unless `keep_unused`). The format of such a leaf has no layout. The
+  leaf is no parameter of the program and costs no bytes in XLA's figures.
 - Parameters are numbered over the kept leaves, after any constants that JAX hoisted into arguments. TPU programs with
   thousands of arguments take one tuple parameter, whose entries are the leaves.
 - XLA's text of a layout lists dimensions from minor to major, and then tiles: ``{0,1:T(8,128)(2,1)}`` of
@@ -56,7 +56,7 @@ class ArgumentLeaf:
 
 
 def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
-    """Return the leaves of a `jax.stages.Compiled`'s arguments in flattening order, including dropped ones."""
+    """Return the leaves of a `jax.stages.Compiled`'s arguments in flattening order, including dropped leaves."""
     infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
     leaves: list[ArgumentLeaf] = []
     for (path, info), fmt in zip(infos, jax.tree.leaves(compiled.input_formats), strict=True):
@@ -100,8 +100,8 @@ def host_outputs(compiled: Any) -> dict[str, int]:
 def lowered_leaves(lowered: Any, hlo: Any, compiled: Any = None) -> list[ArgumentLeaf]:
     """Return the leaves of a program's arguments in flattening order, from its dumped buffer assignment.
 
-    Use it for programs that the compiler refused and those with ordered effects, whose layouts JAX does not expose.
-    `num_replicas` needs `compiled`; it is 1 otherwise.
+    JAX does not expose the layouts of programs that the compiler refused, nor of programs with ordered effects. This
+    function serves these programs. Without `compiled`, `num_replicas` is 1.
     """
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     shardings = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
@@ -124,7 +124,7 @@ def lowered_leaves(lowered: Any, hlo: Any, compiled: Any = None) -> list[Argumen
 
 
 def parameter_arrays(hlo: Any) -> list[tuple[ParameterIndex, str]]:
-    """List index and name of each array in a program's parameters; names are empty in a single tuple parameter."""
+    """List index and name of each array in a program's parameters; arrays in a tuple parameter have empty names."""
     entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
     parameters = [i for i in entry.instructions if i.opcode == "parameter"]
     parameters.sort(key=lambda i: i.parameter_number)
@@ -173,8 +173,8 @@ def _path_of_name(name: str) -> str:
 def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
     """Return for every leaf of `argument_leaves(compiled)` whether the executable writes an output into its buffer.
 
-    XLA cannot print the text of some TPU programs with asynchronous operations. Then all donated leaves get True if
-    XLA's total of reused bytes covers them, else False.
+    XLA cannot print the text of some TPU programs with asynchronous operations. For such a program, all donated leaves
+    get True if XLA's total of reused bytes is at least the bytes of these leaves, else False.
     """
     try:
         header = (compiled.as_text() or "").split("\n", 1)[0]
@@ -192,7 +192,7 @@ def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
 
 
 def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
-    """Return the result of `aliased` for a dumped program, which needs no printed text."""
+    """Return for every leaf whether a dumped program writes an output into its buffer."""
     entries = hlo.module.input_output_alias.entries
     parameters = {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in entries}
     return _reused(leaves, [place for place, _ in parameter_arrays(hlo)], parameters)

@@ -1,8 +1,8 @@
 """A compiled program as a graph of values, with the order of execution and the bytes that values occupy.
 
 A value is an instruction and an index into its result, because results of loops and calls are tuples. An edge joins a
-value to one that it is made of, also across the bounds of fused computations, loop bodies and calls. The edge is `MOVE`
-for a copy (also of a slice, or in another dtype), `ALIAS` if both values share memory, and `COMPUTE` otherwise.
+value to a source that it is made of, also across the bounds of fused computations, loop bodies and calls. An edge is
+`MOVE` for a copy (also of a slice, or in another dtype), `ALIAS` if both share memory, and `COMPUTE` in other cases.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Instruction:
 
 
 class Graph:
-    """Index of an HLO module: the ``module`` field of the message that `_proto.read_hlo` returns."""
+    """Index of an HLO module; `module` is the ``module`` field of the message that `_proto.read_hlo` returns."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -206,7 +206,7 @@ class Graph:
         return [(instr_id, index) for index in _leaf_indices(self.instructions[instr_id].proto.shape)]
 
     def loop_of(self, value: Value) -> int | None:
-        """Return the id of the loop whose body or condition receives this value as its state; else None."""
+        """Return the id of the loop whose body or condition receives this value as its state; None for other values."""
         instruction = self.instructions[value[0]]
         if instruction.opcode != "parameter":
             return None
@@ -285,7 +285,7 @@ class Graph:
     # --- where JAX made an operation ---------------------------------------------------------------------------------
 
     def scope(self, instr_id: int) -> str:
-        """Return JAX's scope of an operation (``op_name``); a fusion without one has that of a fused operation."""
+        """Return JAX's scope of an operation, ``op_name``; a fusion without a scope gets one of a fused operation."""
         return next((metadata.op_name for metadata in self._metadata(instr_id) if metadata.op_name), "")
 
     def source(self, instr_id: int) -> str:
@@ -436,7 +436,7 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
     """Return the position of each event.
 
     An allocation happens at the next run of the instruction that it names. A FREE names the instruction that made the
-    value, not its last reader. It gets the position of the last use, limited by the allocations before and after it.
+    value, not its last reader. A FREE gets the position of the last use, within the allocations before and after it.
     """
     positions_by_name: dict[str, list[int]] = {}
     for position, instr_id in enumerate(graph.order):

@@ -1,8 +1,8 @@
 """Count the bytes that a compiled program moves to and from device memory, with loops counted as often as they run.
 
-XLA's own count includes a loop's body only once. In both counts, every operation reads its operands and writes its
-result. A fusion that only slices an array counts the slices; one that updates an array in place counts the update.
-Arrays in a TPU's vector memory or on the host do not count. A conditional counts its most expensive branch. Limits: a
+XLA's own count includes a loop's body once. In both counts, every operation reads its operands and writes its result.
+A fusion that only slices an array counts the slices. A fusion that updates an array in place counts the update. Arrays
+in a TPU's vector memory or on the host do not count. A conditional counts its most expensive branch. Limits: a
 kernel (custom call) counts its operands and results once. Caches of a CPU and a GPU save some of the counted traffic.
 """
 
@@ -128,7 +128,7 @@ class Traffic:
         return size(self._instructions[inner.operand_ids[1]].shape)
 
     def _trip_count(self, loop: Any) -> int:
-        """Return a loop's number of iterations: XLA's, or that of a counter with constant start, step and end."""
+        """Return a loop's number of iterations, from XLA or from a counter with constant start, step and end."""
         if (match := re.search(rb'"known_trip_count":\{"n":"(\d+)"', loop.backend_config)) is not None:
             return int(match[1])
         body, condition = (self._computations[computation_id] for computation_id in loop.called_computation_ids)

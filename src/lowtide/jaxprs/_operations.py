@@ -7,10 +7,10 @@ facts about values. Special rules for a kind of operation are in the modules tha
 |---|---|---|
 | call, remat, custom derivative | the operands | the results |
 | branch | the operands after the first, which selects the branch | the results |
-| scan | the operands: constants, carry, and slices of stacked ones | the results, and slices of stacked ones |
+| scan | the operands: constants, carry, slices of stacked operands | the carry, and slices of stacked results |
 | while | own constants of the condition or the body, then the carry | condition: whether to continue; body: the carry |
 | choice | the operands | the results; lowering selects one of two jaxprs, and `bodies` lists only the second |
-| `shard_map` | each device's part of the operands | its part of the results |
+| `shard_map` | one device's part of the operands | the same device's part of the results |
 | kernel | references, for each point of a grid | none |
 | scalar | two numbers, which the jaxpr adds up, compares or replaces | one number |
 | opaque | not visible, because the operation has its own rules | |
@@ -89,7 +89,7 @@ class Body:
     jaxpr: Any
     """The jaxpr as the operation holds it, open or closed."""
     reads: tuple[int, ...] | None
-    """For each input, the index of the operand that it is, or is a part of; None if the operands are unknown."""
+    """For each input, the index of the operand that the jaxpr gets, whole or in part; None if operands are unknown."""
     carried: range = range(0)
     """Indices of inputs that are operands in the first iteration, and then results of the previous iteration."""
     times: int = 1
@@ -109,7 +109,7 @@ def kind_of(eqn: Any) -> Kind | None:
 
 
 def called(eqn: Any) -> Any:
-    """Return the jaxpr, open or closed, of an operation that only groups operations; None for any other."""
+    """Return the jaxpr, open or closed, of an operation with `Kind.only_groups`; None for other operations."""
     kind, names = PRIMITIVES.get(eqn.primitive.name, (Kind.OTHER, ()))
     return eqn.params[names[0]] if kind.only_groups else None
 

@@ -2,11 +2,11 @@
 
 | what | 0.10.2 | 0.11.2 | 0.12.0.1 |
 |---|---|---|---|
-| a closed jaxpr | another class than an open one | the same class | the same class |
+| classes of open and closed jaxprs | two | one | one |
 | a call of a traced function | inlined | `eval_jaxpr` | `eval_jaxpr` |
 | parameters of a `scan` | `num_consts`, `num_carry` | `ft_in` | `ft_in` |
 | names in a checkpoint policy | attributes, closures | attributes | closures |
-| checkpoint, name with `jax_remat3` | `call_hi_primitive`, except in gradients | `call_hi_primitive` | the same |
+| checkpoint, name with `jax_remat3` | `call_hi_primitive`, except in gradients | `call_hi_primitive` | as in 0.11.2 |
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def opened(jaxpr: Any) -> Any:
-    """Return the open jaxpr of a closed one, without constants; return an open one unchanged."""
+    """Return the open jaxpr inside a closed jaxpr, without constants; return an open jaxpr unchanged."""
     return jaxpr.jaxpr if is_closed(jaxpr) else jaxpr
 
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:
-    """Return the constants that a closed jaxpr holds; empty for an open one."""
+    """Return the constants that a closed jaxpr holds; empty for an open jaxpr."""
     return jaxpr.consts if is_closed(jaxpr) else ()
 
 
@@ -84,8 +84,8 @@ def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 def plain(jaxpr: Any) -> Any:
     """Rewrite a jaxpr so that `jax.checkpoint` and `checkpoint_name` have the parameters of JAX 0.10.
 
-    With ``jax_remat3`` they are objects inside of a ``call_hi_primitive``, which hides their jaxpr, policy and name.
-    The result is the same object if there is nothing to replace.
+    JAX's option ``jax_remat3`` puts both into a ``call_hi_primitive``, which hides their jaxpr, policy and name. If
+    there is nothing to replace, the result is `jaxpr` itself.
     """
     if not isinstance(jaxpr, jex.Jaxpr):  # closed, in versions where that is another class
         inner = plain(jaxpr.jaxpr)
@@ -115,8 +115,8 @@ def _plain_equation(eqn: Any) -> Any:
 def source_line(eqn: Any, *, own: bool = False) -> str:
     """Return file and line of the innermost source line outside of JAX that an operation comes from; empty if unknown.
 
-    In a backward pass it is the line of the forward pass. With `own`, lines of Lowtide are skipped, too, as when
-    Lowtide traces a user's function. Paths of files below the working directory are relative.
+    An operation of a backward pass has the line of its forward operation. `own` also skips lines of Lowtide, for a
+    user's function that Lowtide traces. Paths of files below the working directory are relative.
     """
     frames = getattr(eqn.source_info.traceback, "frames", None) or ()
     folders = [os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__))][: 1 + own]
@@ -139,12 +139,12 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def policy_names(policy: Any) -> dict[str, bool]:
-    """Return the checkpoint names that a policy of `jax.checkpoint` distinguishes, and whether it saves them.
+    """Map the checkpoint names that a policy of `jax.checkpoint` distinguishes to whether the policy saves them.
 
     A policy is an opaque function. So its attributes, closure, defaults and constants are searched for strings. The
     policy is then called with each string as a name. A string is a checkpoint name if the answer differs from the
-    answer for a name that nobody uses. Other strings, such as the memory kinds of an offload, are not names. If a
-    policy saves all names except some, these have the value False.
+    answer for a name that nobody uses. Other strings, such as the memory kinds of an offload, are not names. The value
+    of a name is False if the policy does not save it.
     """
     # The policy's answer for all names that it does not know.
     default = saves_name(policy, _UNUSED_NAME)
@@ -168,7 +168,7 @@ def saves_name(policy: Any, name: str) -> bool:
 
 _UNUSED_NAME = "lowtide: a name that nobody gives"
 _MAX_NAMES = 1000
-"""Most entries of a container that is searched for names."""
+"""Most entries of a container that is searched for names; a larger container is skipped."""
 
 
 def _collect_texts(policy: Any) -> set[str]:

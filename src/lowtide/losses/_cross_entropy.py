@@ -3,7 +3,7 @@
 The sequence is cut into chunks, and a chunk's logits live only while its loss is computed. The gradient is computed in
 the forward pass, chunk by chunk, as in Liger Kernel (arXiv:2410.10989). So logits are not computed twice. The residual
 for the backward pass is d loss / d h, of the size of h, instead of h itself. Second derivatives work in reverse mode.
-Exception: for a `RunningGradient` head the residual is h. The backward pass computes logits again, and the gradient.
+Exception: for a `RunningGradient` head, the residual is h; the backward pass computes logits again, then the gradient.
 
 Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded. If the mesh
 axis ``context`` shards the sequence, each device cuts its own part into chunks.
@@ -81,8 +81,8 @@ def chunked_cross_entropy(
             also in the gradients.
         ignore_index: the label of positions that count neither in the loss nor in the mean.
         chunk_size: number of tokens, over all batch axes and devices, whose logits exist at the same time. A chunk has
-            at least one position of each sequence, so a large batch may exceed it. A `RunningGradient` head halves it.
-            None: 1024, or 512 if the logits of 1024 tokens exceed 256 MiB.
+            at least one position of each sequence, so a large batch may exceed this number. For a `RunningGradient`
+            head, chunks have half the size. None means 1024, or 512 if the logits of 1024 tokens exceed 256 MiB.
         reduction: ``"mean"`` over the positions that are not ignored (0 when all are), or ``"sum"``.
         soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``; None leaves them unchanged.
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to the loss of each position, to keep logits from drifting;
@@ -90,7 +90,7 @@ def chunked_cross_entropy(
 
     Returns:
         The loss, a float32 scalar. Logits are computed and reduced in float32. Only reverse-mode derivatives exist: JAX
-        refuses `jax.jvp`, `jax.linearize` and `jax.hessian` of it.
+        refuses `jax.jvp`, `jax.linearize` and `jax.hessian` of the loss.
 
     Raises:
         StructureError: when shapes or dtypes do not fit.
@@ -98,9 +98,9 @@ def chunked_cross_entropy(
             `soft_cap` that is not a positive number; or a `z_loss` that is not a number of at least 0.
 
     Memory:
-        Float32 logits of one chunk instead of all (``chunk_size * V * 4`` bytes, a small multiple of it in the
-        gradient). Under differentiation one array of the size of `h` is kept for the backward pass. If the head trains,
-        one float32 array of its size is kept, too (not for a `RunningGradient`). A frozen head gets no cotangent.
+        Float32 logits of one chunk instead of all: ``chunk_size * V * 4`` bytes, in the gradient a small multiple of
+        these. Under differentiation, one array of the size of `h` is kept for the backward pass. If the head trains and
+        is no `RunningGradient`, one float32 array of its size is also kept. A frozen head gets no cotangent.
 
     Examples:
         >>> h, head = jnp.ones((2, 8, 4)), jnp.zeros((10, 4))
@@ -207,7 +207,7 @@ def _running_cross_entropy(options: _Options, h: Array, head: RunningGradient, l
     """Compute the sum for a `RunningGradient` head.
 
     The head's cotangent is its `total` plus the gradient. The gradient has to be scaled by the loss's cotangent before
-    this sum, so the backward pass computes it.
+    this addition, so the backward pass computes the gradient.
     """
     return _sum_of_chunks(options, h, head.weight, labels)
 
@@ -286,7 +286,8 @@ def _logits_forward(h: Any, head: Any) -> tuple[Array, Any]:
 def _logits_backward(residuals: Any, d_BCV: Any) -> tuple[Array | None, Array | None]:
     """Compute the cotangents of `h` and the head, by products in the dtype of `h` as in a linear layer.
 
-    In float32, XLA would hold a float32 copy of the head. If `h` is float16, the logits' cotangent stays float32.
+    With float32 products, XLA would hold a float32 copy of the head. If `h` is float16, the cotangent of the logits
+    stays float32.
     """
     h_BCD, head_VD, is_h_perturbed, is_head_perturbed = residuals
     if isinstance(d_BCV, jax.custom_derivatives.SymbolicZero):

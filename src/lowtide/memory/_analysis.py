@@ -1,8 +1,8 @@
 """Compile functions for a target, and report their bytes without running them.
 
 `_owners` finds the owner of each buffer: an argument, an output or an operation. This module compiles, adds XLA's
-totals, and builds the `MemoryReport`. Arguments and outputs that are declared in host memory count as host bytes. For a
-compile-only GPU, the report adds the device copies that a real GPU makes of such arguments.
+totals, and builds the `MemoryReport`. Arguments and outputs that are declared in host memory count as host bytes. For
+an absent (compile-only) GPU, the report adds the device copies of host arguments that a real GPU makes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Program(CompiledProgram):
             The report, even for a program that does not fit.
 
         Raises:
-            ConfigError: for a reserved role name, or an argument that is static, does not exist or has two roles.
+            ConfigError: when a role's name is reserved, or a role's argument is static, is missing or has two roles.
         """
         return examine(self, roles)[0]
 
@@ -101,19 +101,19 @@ def compile(
     """Compile a function for attached or absent hardware, without running it.
 
     Args:
-        fn: as in `analyze`, like all other arguments.
-        *args: its arguments.
+        fn: the function; all arguments are as in `analyze`.
+        *args: arguments of `fn`.
         target: the hardware to compile for.
         donate_argnums: positions of donated arguments.
         static_argnums: positions of static arguments.
-        **kwargs: its keyword arguments.
+        **kwargs: keyword arguments of `fn`.
 
     Returns:
         The program. A program that does not fit a TPU is also returned: its `report()` gives the bytes, and its
         `compiled` raises the compiler's error.
 
     Raises:
-        Exception: as `analyze`, except for errors about roles and about the separate process.
+        Exception: any exception of `analyze`, except for errors about its parameters `roles` and `isolate`.
 
     Warns:
         PlacementWarning: when JAX aliases a donated argument on the host to a result on the device, or the reverse.
@@ -140,39 +140,39 @@ def analyze(
 
     Args:
         fn: a function, or the result of `jax.jit` (its donation and static arguments apply).
-        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them. Only shape, dtype, sharding and memory
-            kind are read. A sharding on a mesh is moved to a mesh of the same axes over the target's devices. In an
-            argument that contains functions (an Equinox module), everything except arrays is constant, as in
+        *args: arguments of `fn`: arrays, `jax.ShapeDtypeStruct`s or trees of them. Only shape, dtype, sharding and
+            memory kind are read. A sharding on a mesh is moved to a mesh of the same axes over the target's devices. In
+            an argument that contains functions (an Equinox module), everything except arrays is constant, as in
             `equinox.filter_jit`.
         target: a `Target`, a name for `lowtide.memory.target`, or None for the attached hardware.
         roles: maps names of roles to arguments, such as ``{"params": 0, "batch": ("x", "y")}``: a position, a keyword,
             or a sequence of them. Other arguments have the role ``other``.
         donate_argnums: as in `jax.jit`; not for a function that is already jitted.
-        static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its value.
+        static_argnums: as in `jax.jit`. For a jitted function, repeat the positions that `jax.jit` received.
         isolate: compile in a separate process, since a process that compiled for a TPU keeps much memory. The function
-            and its arguments are sent with cloudpickle, arrays as shapes.
-        **kwargs: keyword arguments of `fn`, except those with the name of a parameter above.
+            and its arguments are pickled with cloudpickle, with shapes in place of arrays.
+        **kwargs: keyword arguments of `fn`, whose names must differ from the parameters above.
 
     Returns:
         The report, for one device of the target.
 
     Raises:
-        TargetError: when the target is unknown, or too small for an argument's mesh.
-        StructureError: for an argument whose type `jax.jit` refuses, with its path. Also for arrays or meshes that are
-            not on the target, and with `isolate` for a function that cannot be pickled.
-        ConfigError: for `donate_argnums` or `static_argnums` that do not fit the arguments, and for a reserved role
-            name, or an argument that is static, does not exist or has two roles.
-        PlacementError: when the function computes with values in host memory, with their paths.
+        TargetError: when the target is unknown or too small for an argument's mesh, or the separate process crashes.
+        StructureError: when `jax.jit` refuses the type of an argument, whose path the error gives; when arrays or
+            meshes are not on the target; or when `isolate` is set and the function cannot be pickled.
+        ConfigError: when `donate_argnums` or `static_argnums` do not fit the arguments; when a role's name is reserved;
+            or when a role's argument is static, is missing or has two roles.
+        PlacementError: when the function computes with values in host memory; the error lists their paths.
         Exception: any other exception of the compiler, unchanged. A program that does not fit a TPU gets a report.
 
     Warns:
-        PlacementWarning: as `compile`.
+        PlacementWarning: as in `compile`.
 
     Memory:
         Nothing is allocated on the target. Figures include the padding of the target's layouts. An argument that the
         function does not read takes no bytes, as in a jitted call. Constants that the function closes over belong to no
-        argument. They count as code or temporaries, or in no figure. From 1 MiB on, a note gives their bytes unless
-        they count as temporaries.
+        argument. Depending on the compiler they count as temporaries, as code or in no figure. In the last two cases, a
+        note gives their bytes if they have at least 1 MiB in total.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -205,7 +205,7 @@ def analyze_compiled(
         compiled: a `jax.stages.Compiled`.
         target: the target that it was compiled for; None for the attached hardware.
         roles: as in `analyze`.
-        static_argnums: positions of static arguments of the compilation. Positions in `roles` count them, too.
+        static_argnums: positions of static arguments of the compilation. Positions in `roles` count static arguments.
 
     Returns:
         The report, for one device. Temporaries have no owners, because XLA's dump is missing.
@@ -233,7 +233,7 @@ def analyze_compiled(
 
 
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
-    """Return a program's report and the owners of its buffers; the owners need the compiler's dump (otherwise None)."""
+    """Return a program's report, and the owners of its buffers (None if the compiler wrote no dump)."""
     target, hlo, static = program.target, program.hlo, program.static
     if program.error is not None:  # a program that did not fit has allocations but no executable
         stages = program.lowered
@@ -267,7 +267,7 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
 
 
 def examine_dump(hlo: Any, target: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
-    """Return report and owners of a program from its dump; `stats` are XLA's memory statistics, None if it has none."""
+    """Return a dumped program's report and owners; `stats` are XLA's memory statistics, None without an executable."""
     leaves = named_leaves(hlo)  # JAX recorded a name for each parameter
     figures = _Figures.of_allocations(hlo, leaves) if stats is None else _Figures.of_stats(stats, leaves, {}, [])
     leaf_roles = named_roles(roles, leaves)
@@ -337,7 +337,7 @@ def _report(
     placement: _HostPlacement,
     notes: tuple[str, ...] = (),
 ) -> MemoryReport:
-    """Build the report of a program; it lists the argument roles `names` even if they have zero bytes."""
+    """Build the report of a program, which lists the argument roles `names` even if they have zero bytes."""
     device, host = (
         dataclasses.replace(
             space,
@@ -369,7 +369,7 @@ def _report(
 
 
 def _coarse_buffers(figures: _Figures, roles: Sequence[str]) -> tuple[Buffer, ...]:
-    """Return buffers for a program without a dump: one for each argument leaf, and one for each of XLA's totals."""
+    """Return buffers for a program without a dump: one per argument leaf, and one per role of `_derived_bytes`."""
     buffers: list[Buffer] = []
     spaces: list[tuple[Space, SpaceBytes]] = [("device", figures.device), ("host", figures.host)]
     for space, total in spaces:
@@ -394,7 +394,7 @@ def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[Arg
 
 
 def _derived_bytes(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
-    """Return the bytes of each role except those of the argument leaves, which have `leaf_bytes` in total."""
+    """Map each role that no argument leaf has to its bytes; `leaf_bytes` is the total of the argument leaves."""
     return {
         "unattributed": space.argument_bytes - leaf_bytes,
         "outputs": space.output_bytes - space.alias_bytes,
@@ -404,7 +404,7 @@ def _derived_bytes(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
 
 
 def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
-    """Return a note on the constants outside of the report's buffers, if they have at least `_NOTABLE_BYTES`."""
+    """Return one note on the constants outside of the report's buffers; no note if they are below `_NOTABLE_BYTES`."""
     total = sum(buffer.num_bytes for buffer in owners.uncounted)
     if total < _NOTABLE_BYTES:
         return ()
@@ -422,7 +422,7 @@ def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
 
 
 def _with_call_position(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
-    """Renumber a leaf's argument as in the call, which counts static arguments; a compiled program does not."""
+    """Replace a leaf's argument number by its position in the call; compiled programs do not count static arguments."""
     if not isinstance(leaf.argument, int):
         return leaf
     position = dynamic[leaf.argument]
@@ -500,7 +500,7 @@ def _host_placement(target: Target, figures: _Figures, host_paths: frozenset[str
 def _with_host_copies(
     owners: Owners, device: SpaceBytes, buffers: tuple[Buffer, ...], leaves: Collection[int]
 ) -> tuple[SpaceBytes, tuple[Buffer, ...], int]:
-    """Add device copies of host arguments (indices `leaves`); return device bytes, buffers, position of the peak."""
+    """Add device copies of the host arguments at indices `leaves`; return device bytes, buffers and peak position."""
     device_buffers = [buffer for buffer in buffers if buffer.space == "device"]
     bytes_before = live_bytes(device_buffers, len(owners.moments))
     copies = list(_HostCopies(owners).buffers(leaves))
@@ -516,7 +516,7 @@ def _with_host_copies(
 
 
 class _HostCopies:
-    """Device copies of host arguments; the search for reads follows an argument's memory through the program."""
+    """Device copies of host arguments; the search follows an argument's memory to the operations that read it."""
 
     def __init__(self, owners: Owners) -> None:
         self.owners, self.graph = owners, owners.graph
@@ -542,7 +542,7 @@ class _HostCopies:
                 )
 
     def _read_ranges(self, leaf: int, parameter: Value) -> tuple[set[tuple[int, int]], dict[tuple[int, int], int]]:
-        """Return the ranges of positions that read the whole leaf; for other ranges, the bytes of the largest slice."""
+        """Return the position ranges that read the whole leaf; map other ranges to the bytes of their largest slice."""
         full_reads = dict[int, tuple[int, int]]()
         slice_reads = dict[tuple[int, int], int]()
         aliases, frontier = {parameter}, [parameter]
@@ -582,7 +582,7 @@ class _HostCopies:
         return full_ranges, slice_ranges
 
     def _overwrite_position(self, leaf: int, aliases: set[Value]) -> int:
-        """Return the position at which the result that overwrites the leaf is made; 0 without such a result."""
+        """Return the position at which a result overwrites the leaf; 0 if no result overwrites the leaf."""
         results = (
             value
             for value, argument_leaf in self.owners.replaced.items()
@@ -591,7 +591,7 @@ class _HostCopies:
         return max((_definition_position(self.graph, value) for value in results if value not in aliases), default=0)
 
     def _live_range(self, instr_id: int) -> tuple[int, int]:
-        """Return the first and last position of the loop body around an instruction, else of the instruction."""
+        """Return the first and last position of an instruction; in a loop, the first and last position of the body."""
         positions = self.graph.positions
         computation = self.graph.computations[self.graph.instructions[instr_id].computation]
         if computation.id == self.graph.entry.id:
@@ -601,7 +601,7 @@ class _HostCopies:
 
 
 def _update_operand(proto: Any) -> int:
-    """Return the operand that is written into the first operand; a scatter has n targets, indices and n updates."""
+    """Return the id of the operand with the new values; a scatter has n targets, then indices, then n updates."""
     return proto.operand_ids[(len(proto.operand_ids) + 1) // 2 if proto.opcode == "scatter" else 1]
 
 
@@ -618,7 +618,7 @@ def _definition_position(graph: Graph, value: Value) -> int:
 
 
 def _scheduled_instruction(graph: Graph, instr_id: int) -> int | None:
-    """Return the scheduled instruction that runs an instruction, such as the fusion around it; None without one."""
+    """Return the id of the scheduled instruction (such as a fusion) that runs an instruction, or None."""
     scheduled_id: int | None = instr_id
     while scheduled_id is not None and scheduled_id not in graph.positions:
         scheduled_id = graph.caller(scheduled_id)

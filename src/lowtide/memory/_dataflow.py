@@ -97,7 +97,7 @@ class Dataflow:
         return self._copies.get(value) == "none"
 
     def is_scratch(self, value: Value) -> bool:
-        """Return whether the compiler added a value for an operation: workspace, indices, parts of an expansion."""
+        """Return whether the compiler added a value to run an operation: a workspace, indices, intermediate steps."""
         graph, operation = self.graph, self._resolve_aliases(value)
         if graph.instructions[operation[0]].opcode == "custom-call" and any(operation[1]):
             return graph.item_type(operation)[0] in ("s8", "u8")  # a library's kernel takes its workspace as bytes
@@ -126,7 +126,7 @@ class Dataflow:
         return self._sources.get(value, ())
 
     def same_size_sources(self, value: Value, *, through_backward: bool = False) -> Iterator[Value]:
-        """Yield the values of equal size from which a value is made element by element, including itself."""
+        """Yield `value`, and the values of equal size from which it is made element by element."""
         # Without `through_backward` the search stops at values of the backward pass. There, the cotangent of each
         # factor of a product contains the data of the other factor.
         size = self.graph.num_elements(value)
@@ -192,7 +192,7 @@ class Dataflow:
         return None
 
     def _find_passes(self) -> dict[int, Pass | None]:
-        """Return the pass of each instruction, from its scope; None if the scope names none."""
+        """Map each instruction to the pass that its scope names; None if the scope names no pass."""
         passes = Passes(self._scopes.values())
         phases: dict[str, Pass | None] = {scope: passes.phase(scope) for scope in set(self._scopes.values())}
         scope_passes: dict[int, Pass | None] = {instr_id: phases[scope] for instr_id, scope in self._scopes.items()}
@@ -227,7 +227,7 @@ class Dataflow:
         return phases | merged
 
     def _find_merged(self, phases: Mapping[Value, Pass]) -> set[Value]:
-        """Return the values of the recomputation that the forward pass reads, so that they are kept, not recomputed."""
+        """Return the recomputed values that the forward pass also reads; the program keeps them for both passes."""
         # A compiler may merge a computation and its recomputation if nothing separates them, as on a CPU outside loops.
 
         def recomputed_sources(value: Value) -> list[Value]:
@@ -259,7 +259,7 @@ class Dataflow:
         return value
 
     def _scoped_source(self, value: Value) -> Value | None:
-        """Return the first source with a scope that only moves and aliases separate from a value, or None."""
+        """Return the nearest source with a scope behind moves and aliases of a value; None without such a source."""
         visited = {value}
         while sources := [s for s, edge in self._sources.get(value, ()) if edge != Edge.COMPUTE and s not in visited]:
             value = sources[0]
@@ -269,7 +269,7 @@ class Dataflow:
         return None
 
     def _find_origins(self) -> dict[Value, int | str]:
-        """Return the origin of each value: a leaf, ``"none"`` (no argument) or ``"mixed"``; absent if unknown."""
+        """Map values to their origins: a leaf, ``"none"`` (no argument) or ``"mixed"``; unknown origins are missing."""
         # Loops make the graph cyclic, so iterate to a fixpoint: if an origin changes, visit the value's users again.
         origins: dict[Value, int | str] = dict(self._leaves)
         worklist = list(self._values)
@@ -322,7 +322,7 @@ class Dataflow:
         }
 
     def follow_gradients(self, replaced: Mapping[Value, int]) -> None:
-        """Find the gradients by a search backwards from the outputs; `replaced` is as in `Owners`."""
+        """Find the gradients by a search backwards from the outputs; `replaced` is `Owners.replaced`."""
         # A gradient also leads to the new momenta of its leaf. Differentiated leaves come first, so that the gradient
         # is assigned to the parameter and not to a momentum.
         outputs = sorted(replaced.items(), key=lambda item: not self.is_differentiated(item[1]))
@@ -394,7 +394,7 @@ class Dataflow:
         return set() if is_cotangent else summands
 
     def _summed_operand(self, value: Value) -> Value | None:
-        """Return the array that a value sums along an axis, also with weights (clipped gradients), or None."""
+        """Return the array that a value sums, perhaps with weights (clipped gradients), along an axis; else None."""
         instruction = self.graph.instructions[value[0]]
         operands: list[Value] = [(operand_id, ()) for operand_id in instruction.proto.operand_ids]
         if instruction.opcode in _REDUCTIONS:
@@ -428,7 +428,7 @@ class Passes:
 
     A scope nests the transformations of an operation, the outermost first: ``jvp`` for the forward pass of a gradient,
     ``transpose(jvp)`` for its backward pass. With nested gradients (MAML, a gradient penalty, a PINN) the outer
-    gradient decides: the whole inner gradient belongs to its forward pass. A ``jvp`` without a transpose is
+    gradient decides: the whole inner gradient belongs to the outer forward pass. A ``jvp`` without a transpose is
     forward-mode differentiation (a Hessian-vector product as `jvp` of `grad`); then the next inner gradient decides.
 
     Examples:
@@ -447,7 +447,7 @@ class Passes:
         self._nestings = {levels for scope in set(scopes) if (levels := _levels(scope))}
 
     def phase(self, scope: str) -> Pass | None:
-        """Return the pass that a scope names; None when it names none."""
+        """Return the pass that a scope names; None if the scope names no pass."""
         # `levels` has one letter for each differentiation around the operation, the outermost first. The first "b"
         # (backward) decides. A backward pass that an outer gradient differentiates belongs to the outer forward pass.
         levels = _levels(scope)
@@ -477,7 +477,7 @@ class Passes:
 
 @functools.lru_cache(maxsize=4096)
 def _levels(scope: str) -> str:
-    """Return the differentiations around an operation, the outermost first, as one letter each."""
+    """Return a letter per differentiation around an operation, the outermost first: f for forward, b for backward."""
     levels = ""
     for part in _parts(scope):
         is_transposed = False
@@ -490,7 +490,7 @@ def _levels(scope: str) -> str:
 
 
 def first_scope(scope: str) -> str:
-    """Return the first of several scopes, which a compiler joins for merged operations: ``a;b`` or ``(a:b)``.
+    """Return the first scope of an operation; a compiler joins the scopes of merged operations: ``a;b``, ``(a:b)``.
 
     Examples:
         >>> first_scope("jit(f)/mul;jit(f)/add"), first_scope("(jit(f)/mul:jit(f)/add)"), first_scope("jit(f)/mul")

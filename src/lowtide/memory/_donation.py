@@ -1,8 +1,8 @@
 """Check donation: a donated buffer that the program does not reuse means two copies of its data.
 
-JAX donates the buffers that it can, and at most warns about the others. This module reads the executable: every donated
-leaf has to be aliased to an output in ``input_output_alias``. XLA may write any output of the same size and layout into
-a buffer. So among several equal leaves, the path of another one may be reported; the bytes are correct.
+JAX at most warns about donated buffers that it cannot reuse. This module reads the executable: ``input_output_alias``
+lists the leaves whose buffers an output reuses. XLA may write any output of the same size and layout into a buffer. So
+if several leaves are equal in size and layout, the reported path may be wrong; the bytes are correct.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class UndonatedLeaf:
     path: str
     """The argument's number, name or keyword, then the tree path: ``0/params/w``."""
     num_bytes: int
-    """Bytes on one device, padding included; unpadded bytes of the whole leaf if the program does not read it."""
+    """Padded bytes on one device; if the program does not read the leaf, unpadded bytes of the whole leaf."""
     is_read: bool
-    """Whether the program reads the leaf. Otherwise `jax.jit` dropped it, and the caller keeps its buffer."""
+    """Whether the program reads the leaf. `jax.jit` drops an unread leaf, and the caller keeps its buffer."""
 
 
 def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple[UndonatedLeaf, ...]:
@@ -34,8 +34,8 @@ def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple
 
     Args:
         compiled: a `jax.stages.Compiled` of a function jitted with `donate_argnums` or `donate_argnames`. With
-            ``keep_unused=True``, leaves that the program does not read can be donated, too.
-        arg_names: names of the positional arguments in paths, instead of their numbers.
+            ``keep_unused=True``, JAX also donates leaves that the program does not read.
+        arg_names: names of the positional arguments, which replace their numbers in paths.
 
     Returns:
         The leaves in flattening order, except leaves of zero bytes. Empty when every donated buffer is reused, or when
@@ -69,7 +69,7 @@ def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> 
         arg_names: as in `undonated`.
 
     Raises:
-        DonationError: when a donated buffer is not reused, with paths and bytes, or when nothing is donated at all.
+        DonationError: when nothing is donated, or a donated buffer is not reused; the error lists paths and bytes.
 
     Examples:
         >>> import jax, jax.numpy as jnp

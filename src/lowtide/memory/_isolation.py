@@ -1,8 +1,8 @@
 """Compile and analyze in a child process.
 
-A process that compiled for a TPU keeps hundreds of megabytes, and a crash of the compiler ends its process. The child
-receives the function (by cloudpickle), its arguments with shapes in place of arrays, and this process's JAX
-configuration. It returns the report. Arrays that the function closes over are sent in full, as constants.
+A process that has compiled for a TPU keeps hundreds of megabytes, and a crash of the compiler ends the process. The
+child receives the function (by cloudpickle), its arguments with shapes in place of arrays, and this process's JAX
+configuration. The child returns the report. Arrays that the function closes over are sent in full, as constants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run_isolated(
     options: Mapping[str, Any],
     target: Target,
 ) -> MemoryReport:
-    """Run `lowtide.memory.analyze` in a child process, with arrays among `args` sent as shapes."""
+    """Return the report of `lowtide.memory.analyze`, run in a child process that receives shapes in place of arrays."""
     shapes = [_arrays_to_shapes(arg) for arg in args]
     call = {**options, "kwargs": {key: _arrays_to_shapes(value) for key, value in options["kwargs"].items()}}
     # JAX's current options, including those set by a context manager.
@@ -64,7 +64,7 @@ def run_isolated(
 
 
 def _pickle(value: Any, target: Target) -> bytes:
-    """Pickle a value; devices cannot be pickled, so the child looks them up again."""
+    """Pickle a value for the child; a device becomes a lookup in the child, since devices cannot be pickled."""
     import cloudpickle
 
     device_indices = {device: index for index, device in enumerate(target.devices())}
@@ -91,7 +91,7 @@ def _local_device(platform: str, device_id: int) -> Any:
 
 
 def _arrays_to_shapes(tree: Any) -> Any:
-    """Replace a tree's arrays with `jax.ShapeDtypeStruct`s; those of committed arrays keep sharding and memory kind."""
+    """Replace arrays in a tree with `jax.ShapeDtypeStruct`s; committed arrays keep their sharding and memory kind."""
 
     def shape(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":

@@ -39,9 +39,9 @@ class Job:
     fn: Callable[..., Any]
     """The function, jitted or not."""
     args: tuple[Any, ...] = ()
-    """Its positional arguments: arrays, or `jax.ShapeDtypeStruct`s in their place."""
+    """Positional arguments of the function: arrays, or `jax.ShapeDtypeStruct`s in their place."""
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Its keyword arguments."""
+    """Keyword arguments of the function."""
     roles: Mapping[str, Role] | None = None
     """Role names and their arguments, as in `analyze`."""
     donate_argnums: int | Sequence[int] | None = None
@@ -62,8 +62,8 @@ class Job:
             The job.
 
         Raises:
-            ConfigError: for any other value; for a field of a wrong type; for `kwargs` named ``target``, ``roles``,
-                ``donate_argnums`` or ``static_argnums``.
+            ConfigError: for a value of another form; for a field of a wrong type; or when `kwargs` has a key
+                ``target``, ``roles``, ``donate_argnums`` or ``static_argnums``.
         """
         if isinstance(value, Job):
             return value
@@ -99,13 +99,13 @@ class Job:
         """Call a user's function, and convert its return value to a job.
 
         Args:
-            maker: a function that returns a value for `of`. If it has a parameter ``target``, it receives the `Target`,
-                to build meshes on its devices.
-            *values: its positional arguments.
+            maker: a function that returns a value that `of` accepts. If it has a parameter ``target``, it receives the
+                `Target`, to build meshes on its devices.
+            *values: positional arguments of `maker`.
             target: the target for the function's parameter ``target``. The job does not store it, so pass it again to
                 `analyze`.
-            what: the function's name in an error; None for its own name.
-            **settings: its keyword arguments.
+            what: the name of `maker` in an error; None for its ``__name__``.
+            **settings: keyword arguments of `maker`.
 
         Returns:
             The job.

@@ -39,8 +39,8 @@ class Owners:
         hlo: the program.
         leaves: its argument leaves.
         roles: the role of each leaf.
-        outputs: the tree path of each leaf of the function's result, empty if the result is one array. None stands for
-            the numbers of the leaves.
+        outputs: the tree path of each leaf of the function's result, empty if the result is one array; None makes each
+            leaf's number its path.
         totals: XLA's totals, to which the buffers at the peak add up; None after a failed compilation.
     """
 
@@ -81,7 +81,7 @@ class Owners:
         self.dataflow = Dataflow(self.graph, self.parameters)
         paths = {value: self.path_of(value) for value in self.results}
         self.replaced = _match_results(self.dataflow, leaves, self.parameters, paths, self.in_place)
-        """Maps results to the argument leaf that they replace, or whose gradient they are."""
+        """Maps each result to the argument leaf that it replaces, or whose gradient it is."""
         self.dataflow.follow_gradients(self.replaced)
         self.output_paths = self._output_paths(paths)
         self.logical_buffers = {
@@ -154,7 +154,7 @@ class Owners:
         return self._whole_buffer(space, allocation, "outputs", self.outputs[leaf], self.dataflow.phase(value), value)
 
     def _output_paths(self, result_paths: Mapping[Value, str]) -> dict[Value, str]:
-        """Return the output paths of results, and of values that are only moved into a result, such as loop buffers."""
+        """Map results, and values that are only moved into a result (such as loop buffers), to their output paths."""
         output_paths = dict(result_paths)
         frontier = list(output_paths)
         while frontier:
@@ -230,7 +230,7 @@ class Owners:
         heap_bytes: int,
         totals: Mapping[Space, SpaceBytes] | None,
     ) -> list[Buffer]:
-        """Return buffers for code and, as the last one, for bytes that XLA counts in addition to its allocations."""
+        """Return one buffer for code, and one for bytes that XLA counts in addition to its allocations."""
         # Constants that XLA does not count move from `constants` to `uncounted`. The unattributed bytes are negative if
         # the allocations exceed XLA's total.
         if totals is None:
@@ -254,7 +254,7 @@ class Owners:
 
 
 def _trim(temporaries: list[Buffer], excess: int, peak: int) -> list[Buffer]:
-    """Take `excess` bytes from temporaries at the peak: a TPU's total excludes a few scalars in other memories."""
+    """Remove `excess` bytes from temporaries at the peak: a TPU's total excludes a few scalars in other memories."""
     trimmed: list[Buffer] = []
     for buffer in sorted(temporaries, key=lambda b: (b.role != "fragmentation", b.num_bytes)):
         cut = min(excess, buffer.num_bytes) if buffer.alive_at(peak) else 0
@@ -281,7 +281,7 @@ def _match_results(
     paths: Mapping[Value, str],
     in_place: Mapping[Value, int],
 ) -> dict[Value, int]:
-    """Match each array of the program's result with the leaf, if any, that it replaces or whose gradient it is."""
+    """Map each result to the leaf that it replaces or whose gradient it is; results without a leaf are missing."""
     # The candidates of an output are the leaves of its shape and type from which it is computed element by element. The
     # output with the fewest candidates chooses first. Among several candidates the path decides (without the argument's
     # number or name), then the reused buffer (`in_place`), then the order. An output without candidates that depends on
@@ -328,7 +328,7 @@ class _Matcher:
                 self.by_suffix.setdefault((self.types[leaf], self.names[leaf][-length:]), []).append(leaf)
 
     def origins(self, output: Value) -> set[int]:
-        """Return the leaves of the output's shape and type from which it is computed element by element."""
+        """Return the leaves of equal shape and type from which an output is computed element by element."""
         output_type = self._type(output)
         copied_leaves = {self.flow.copy_of(value) for value in self.flow.same_size_sources(output)}
         return {leaf for leaf in copied_leaves if leaf is not None and self.types.get(leaf) == output_type}
@@ -339,7 +339,7 @@ class _Matcher:
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def closest(self, output: Value, path: str, used_leaves: set[int]) -> int | None:
-        """Return the leaf of the output's type whose path has the longest common end, preferably an unused leaf."""
+        """Return the leaf of the output's type whose path shares the longest end with `path`; prefer an unused leaf."""
         output_type, names = self._type(output), tuple(path.split("/"))
         for length in range(len(names), 0, -1):
             if candidates := self.by_suffix.get((output_type, names[-length:])):
@@ -355,7 +355,7 @@ class _Matcher:
 
 
 def _path_names(leaf: ArgumentLeaf) -> tuple[str, ...]:
-    """Return the names of a leaf's path without the argument's number or name, which results do not have."""
+    """Split a leaf's path into names, without the number or name of a positional argument, which results lack."""
     names = tuple(leaf.path.split("/"))
     return names[1:] if isinstance(leaf.argument, int) else names
 
@@ -369,7 +369,7 @@ def _readable(scope: str) -> str:
 
 
 def _short_source(source: str) -> str:
-    """Shorten a source line: the file relative to the working directory or installed packages, or a notebook cell."""
+    """Shorten the file of a source line: drop the working or site-packages folder; name a notebook cell ``cell``."""
     file, separator, line = source.partition(":") if os.sep != "\\" else ("", "", source)
     file = re.sub(r"^.*[/\\](site|dist)-packages[/\\]", "", file)
     file = re.sub(r"^.*[/\\]ipykernel_\d+[/\\]\d+\.py$", "cell", file)  # a notebook cell

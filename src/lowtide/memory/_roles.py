@@ -1,4 +1,4 @@
-"""Roles (categories of memory): those of arguments, which the caller names, and those of computed values."""
+"""Roles, the categories of memory: callers give arguments their roles, and rules give roles to computed values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Role = int | str | Sequence[int | str]
 """Arguments that have a role: a position, a keyword, or a sequence of positions and keywords."""
 _RESERVED = ("other", *DERIVED_ROLES)
 _PASS_ROLES = {"backward": "cotangents", "recompute": "recomputed"}
-"""Maps a pass to the role of its values to which no other rule applies."""
+"""Maps a pass to the role of its values that match no other rule of `computed_role`."""
 
 
 def argument_roles(
     roles: Mapping[str, Role], leaves: list[ArgumentLeaf], num_args: int, keywords: Sequence[str], static: Sequence[int]
 ) -> list[str]:
-    """Return the role of each leaf, or ``other``. A leaf's `argument` skips static arguments; `roles` counts them."""
+    """Return each leaf's role, or ``other``. Positions in `roles` count static arguments; `leaf.argument` does not."""
     dynamic = {position: index for index, position in enumerate(p for p in range(num_args) if p not in static)}
     keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: index for p, index in dynamic.items()}}
     keys.update({keyword: keyword for keyword in keywords})
@@ -44,14 +44,14 @@ def argument_roles(
 
 
 def named_roles(roles: Mapping[str, str], leaves: Sequence[ArgumentLeaf]) -> list[str]:
-    """Return the role of each leaf of a dumped program: the value of `roles` for its argument's name, or the name."""
+    """Return each leaf's role in a dumped program: ``roles[name]`` for its argument's name, by default the name."""
     return [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
 
 
 def computed_role(
     flow: Dataflow, leaves: Sequence[ArgumentLeaf], output_paths: Mapping[Value, str], value: Value
 ) -> tuple[str, str]:
-    """Return the role of a value from `Dataflow.representative`, and the path of its argument or output, if any."""
+    """Return the role of a `Dataflow.representative`, and the path of its argument or output (empty if none)."""
     # The first rule that applies decides. A value that belongs to no argument and no output has an empty path.
     if flow.graph.shape(value).tuple_shapes:
         return "temporaries", ""

@@ -22,7 +22,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary frequencies beyond the length a model was pretrained on.
+    """Scaling of rotary frequencies, for sequences longer than those of pretraining.
 
     Raises:
         ConfigError: for an unknown type, or a factor or a length out of range.
@@ -43,7 +43,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     """yarn: frequencies with fewer rotations than this are fully scaled."""
     truncate: bool = True
-    """yarn: whether `beta_fast` and `beta_slow`, converted to frequency indices, are rounded to integers."""
+    """yarn: whether the frequency indices that follow from `beta_fast` and `beta_slow` are rounded to integers."""
     attention_factor: float | None = None
     """yarn, longrope: factor of the rotated queries and keys; None: computed from `factor`."""
     short_factor: tuple[float, ...] = ()
@@ -71,7 +71,7 @@ class Experts:
     """Mixture of experts (MoE) that replaces the MLP of every block.
 
     Raises:
-        ConfigError: for a number or size below 1, or more experts per token than experts.
+        ConfigError: for a number or size below 1, a coefficient below 0, or more experts per token than experts.
     """
 
     num_experts: int
@@ -95,6 +95,7 @@ class Experts:
         check_integer("num_experts_per_token", self.num_experts_per_token, 1, self.num_experts, hint=hint)
         check_integer("intermediate_size of an expert", self.intermediate_size)
         check_number("router_loss_coef", self.router_loss_coef, least=0)
+        check_number("limit of experts", self.limit, above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class DecoderConfig:
     """Sizes and switches of a decoder; names as in Hugging Face where possible. The defaults are Llama's.
 
     Raises:
-        ConfigError: for a size that is too small, an unknown `activation` or `qk_norm`, or fields that do not match.
+        ConfigError: for a value out of range, an unknown `activation` or `qk_norm`, or fields that do not match.
     """
 
     vocab_size: int
@@ -160,9 +161,9 @@ class DecoderConfig:
     sliding_window: int | None = None
     """Number of tokens that a query attends to in sliding-window layers, including itself; None: no window."""
     sliding_layers: tuple[bool, ...] | None = None
-    """Which layers have sliding-window attention; None: all, if there is a window."""
+    """Which layers have sliding-window attention; None: all layers, if there is a window."""
     local_rope_theta: float | None = None
-    """Base of the unscaled rotary frequencies of sliding-window layers; None: the same frequencies as all layers."""
+    """Base of the unscaled rotary frequencies of sliding-window layers; None: frequencies as in the other layers."""
     attention_soft_cap: float | None = None
     """Soft cap of attention scores, ``cap * tanh(scores / cap)``; None: no cap."""
     final_soft_cap: float | None = None
@@ -170,7 +171,7 @@ class DecoderConfig:
     attention_sinks: bool = False
     """Whether each head has a learned score that joins the softmax without a key."""
     fused_projections: bool = False
-    """Whether query, key and value are one matrix, and gate and up another (Phi-3)."""
+    """Whether query, key and value projections are one matrix, and gate and up projections another matrix (Phi-3)."""
     experts: Experts | None = None
     """Mixture of experts that replaces the MLPs, or None."""
     module_prefix: str = "model."
@@ -183,6 +184,7 @@ class DecoderConfig:
             problem = f"num_kv_heads must be a divisor of num_heads = {self.num_heads}, not {self.num_kv_heads}"
             raise ConfigError(problem)
         check_number("rms_norm_eps", self.rms_norm_eps, least=0)
+        check_number("norm_offset", self.norm_offset)
         for name in ("rope_theta", "local_rope_theta", "attention_scale", "attention_soft_cap", "final_soft_cap"):
             if name == "rope_theta" or getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)

@@ -163,9 +163,10 @@ def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping
 
 
 def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[str, Any]:
-    """Return the file's fields; entries of `rope_parameters` by layer type become `rope_parameters` and `local_rope`.
+    """Return the file's fields, and split `rope_parameters` if it has one entry for each layer type.
 
-    If all layers have one type, transformers 5 adds the keys ``rope_theta`` (null) and ``rope_type`` (default).
+    The entry of full-attention layers becomes `rope_parameters`, the entry of sliding-window layers `local_rope`. If
+    all layers have one type, transformers 5 adds ``rope_theta`` (null) and ``rope_type`` (default); both are ignored.
     """
     flat = dict(raw)
     entry: Any = raw.get("rope_parameters")
@@ -253,10 +254,10 @@ def _rope_to_hf(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _token_ids(file: ConfigFile, name: str, filename: str, *, is_explicit: bool) -> tuple[Any, ...]:
-    """Return the ids of a special token, which the file gives as a number, a list or null; ``(None,)`` without any.
+    """Return the ids of a special token, which the file gives as a number, a list or null; ``(None,)`` without ids.
 
-    An id outside of the vocabulary raises ModelFileError if `is_explicit`. Otherwise it is the family's default, and is
-    left out.
+    An id outside of the vocabulary raises ModelFileError if `is_explicit`, that is, if the file has the field. Without
+    the field, the ids are the family's defaults, and an id outside of the vocabulary is left out.
     """
     value: Any = getattr(file, name)
     ids: list[int] = value if isinstance(value, list) else [] if value is None else [value]

@@ -45,8 +45,8 @@ from .families import family_of
 from .families._registry import IMAGE_MODULES, PREFIXES
 
 NO_WINDOW = 2**30
-"""Window of layers without a window, in models where layers differ. There the integer leaf ``layers/attn/window`` holds
-the window of each layer; no file contains this leaf."""
+"""Value of the integer leaf ``layers/attn/window`` for a layer without a window. Only models with windows in some of
+their layers have this leaf; no file contains it."""
 
 _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
     *(
@@ -90,12 +90,12 @@ class Decoder:
     attention: Implementation | None = dataclasses.field(default=None, metadata={"static": True})
     """Implementation of `lowtide.ops.attention` (static), not used in generation; None: selected for the target."""
     tile_tokens: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Number of tokens per tile in recomputed layers, over all rows of a device (static). None: enough to keep the
-    target busy. Smaller tiles need fewer bytes and, on a GPU, more time."""
+    """Number of tokens per tile in recomputed layers, over all rows of a device (static). None: enough tokens to
+    keep the target busy. Smaller tiles need fewer bytes and, on a GPU, more time."""
 
     @property
     def stack(self) -> LayerStack:
-        """The decoder as a `LayerStack`: the embedding, one layer, and the loss; batches are those of `loss`.
+        """The decoder as a `LayerStack`: the embedding, one layer, and the loss. For batches, see `loss`.
 
         Raises:
             StructureError: when `layers` come from `unstack`.
@@ -131,7 +131,7 @@ class Decoder:
         """Return the same decoder with the module name prefix that occurs in `names`, if there is one.
 
         `names` are names of modules or tensors, and may include unrelated names. So an adapter of a multimodal model
-        also fits its text decoder, and the other way round.
+        also fits its text decoder, and an adapter of the text decoder fits the multimodal model.
         """
         for prefix in reversed(PREFIXES):
             if any(prefix in name for name in names):
@@ -182,7 +182,7 @@ def loss(
         layers_per_remat: as in `LayerStack.hidden`.
 
     Returns:
-        The loss in nats per token, and metrics: ``router_loss`` if the load-balancing loss is computed, else none.
+        The loss in nats per token, and metrics: ``router_loss`` if the load-balancing loss is computed, else no metric.
 
     Raises:
         StructureError, ConfigError: as in `Decoder.stack` and `LayerStack.hidden`.
@@ -378,7 +378,7 @@ def _mlp_shapes(c: DecoderConfig, array: Callable[..., Any], dense: Callable[...
 
 
 def with_windows(layers: Tree, config: DecoderConfig) -> Tree:
-    """Add the leaf with each layer's window, if layers differ."""
+    """Add the leaf ``attn/window`` with each layer's window, if only some of the layers have a window."""
     if not isinstance(config.windows, tuple):
         return layers
     windows = [NO_WINDOW if window is None else window for window in config.windows]
@@ -386,7 +386,7 @@ def with_windows(layers: Tree, config: DecoderConfig) -> Tree:
 
 
 def without_windows(layers: Tree) -> Tree:
-    """Remove the leaf with the windows, which is not a parameter."""
+    """Remove the leaf ``attn/window``, which is not a parameter."""
     return {**layers, "attn": {name: leaf for name, leaf in layers["attn"].items() if name != "window"}}
 
 
@@ -462,7 +462,7 @@ def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:
 
 
 def _norm(layer: Tree, name: str, x_BTD: Array, config: DecoderConfig) -> Array:
-    """Apply one of a layer's norms, if the family has it."""
+    """Apply the norm `name` of a layer; return `x_BTD` unchanged if the family has no such norm."""
     has_norm = config.post_norm if name.endswith("_post_norm") else config.pre_norm
     return rms_norm(x_BTD, layer[name]["weight"], config) if has_norm else x_BTD
 
@@ -479,8 +479,8 @@ def layer_forward(
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Apply one layer; return the residual stream, and the router's probabilities and choices (None without experts).
 
-    `positions_BT` are positions in documents and may be [1, T]. `store` takes the new keys and values [B, T, K, H] and
-    returns the keys and values to attend to [B, S, K, H], such as a cache that includes the new ones.
+    `positions_BT` are positions in documents and may be [1, T]. `store` takes the new keys and values [B, T, K, H]. It
+    returns the keys and values to attend to, [B, S, K, H], such as a cache that includes the new entries.
     """
     attn = layer["attn"]
     mask = dataclasses.replace(mask, window=attn["window"] if isinstance(config.windows, tuple) else config.windows)

@@ -303,7 +303,7 @@ class _Blocks:
         return expert, self._rows_before_E[expert] + offset, self._sizes_E[expert] - offset
 
     def apply_shortest(self, num_remaining: Array, multiply: Callable[..., Array], *rows: Array) -> Array:
-        """Return ``multiply(length, *rows)`` with the shortest length that holds `num_remaining`, or the longest."""
+        """Return ``multiply(length, *rows)`` with the shortest length of at least `num_remaining`, else the longest."""
         length_index = jnp.sum(jnp.asarray(self._lengths[:-1]) < num_remaining)
         return jax.lax.switch(length_index, [functools.partial(multiply, length) for length in self._lengths], *rows)
 
@@ -323,7 +323,7 @@ _TILES = (16, 256)
 _MAX_TILES = 32
 _MAX_UNROLLED_STEPS = 4
 _COPIED_BYTES = 128 * 2**20
-"""Most bytes of weights that the tiles of one step may copy; one expert is copied even if it is larger."""
+"""Most bytes of weights that the tiles of one step may copy; but at least one expert is copied, even a larger one."""
 
 
 def _slab_product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
@@ -418,7 +418,7 @@ class _SlabPlan:
         return expert_G, first_row_G[:, None] + offset_GC, is_valid_GC
 
     def loop_over_tiles(self, body: Callable[[Any, Array], Array], initial: Array) -> Array:
-        """Run `body` for each step; without a slab, a few steps are unrolled, since the host reads loop conditions."""
+        """Run `body` for all steps; without a slab, up to 4 steps are unrolled, as the host reads loop conditions."""
         steps = -(-self._max_tiles // self._tiles_per_step)
         if steps <= _MAX_UNROLLED_STEPS and not self.slab:
             return functools.reduce(lambda out, i: body(i, out), range(steps), initial)

@@ -99,8 +99,8 @@ def load(
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
-        ConfigError: for a dtype that is not floating-point, for an unknown format, for `quantize` of weights that are
-            quantised already, and for a GGUF file without the library `gguf`.
+        ConfigError: for a dtype that is not floating-point, an unknown format, weights to quantise that are quantised
+            already, and a GGUF file without the library `gguf`.
         SelectionError: when `host` or a glob of `quantize` selects nothing.
         StructureError: when a glob of `quantize` selects no matrix, or a weight to quantise is not finite.
 
@@ -110,7 +110,7 @@ def load(
     Memory:
         The parameters, and a few pieces of 64 MiB on the host. For leaves that `host` selects, also the bytes that one
         device holds of the largest leaf. Quantised weights are made one matrix at a time on the default device,
-        also when `sharding` shards them. A matrix needs a few float32 copies there, in addition to the codes.
+        even if `sharding` shards them. A matrix needs a few float32 copies there, in addition to the codes.
     """
     _check_dtypes(dtype, compute_dtype)
     directory = Path(directory)
@@ -495,7 +495,7 @@ def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directo
 
 
 def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> None:
-    """Raise if tied weights are stored with a head that differs from the embedding; the head would be ignored."""
+    """Raise if the config ties the head to the embedding, but the file has another head, which would be ignored."""
     head = tensors.get(_HEAD)
     if not config.tie_embeddings or head is None:
         return
@@ -555,7 +555,7 @@ def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dty
     """Decide how to read a leaf; `sources` are in the order of its stack.
 
     If `dtype` is None, the leaf gets JAX's promotion of the dtypes of its sources, so no source loses digits. The dtype
-    of a quantised source is the one before quantisation, or `otherwise` if the file does not record it.
+    of a quantised source is its dtype before quantisation, or `otherwise` if the file does not record that dtype.
     """
     leaf_dtype = dtype
     if dtype is None:
@@ -576,7 +576,7 @@ def _plan_leaf(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dty
 def _dequantization_notes(plans: Sequence[_LeafPlan]) -> list[str]:
     """Return a message for each reason why a stack of quantised weights becomes an array.
 
-    `group_tensors` has the messages about formats that always become arrays.
+    `group_tensors` adds the messages about formats that always become arrays.
     """
     notes: list[str] = []
     for reason in dict.fromkeys(leaf_plan.why for leaf_plan in plans if leaf_plan.why):

@@ -141,7 +141,8 @@ def generate_batch(
         An iterator of completions in the order of prompts and their samples, as each batch finishes.
 
     Raises:
-        ConfigError: for an empty prompt, tokens that are not in the vocabulary, or a number below 1.
+        ConfigError: for an empty prompt, tokens that are not in the vocabulary, or a `num_tokens`, `num_samples` or
+            `batch_size` below 1.
         NonFiniteError: from the iterator, when logits are not finite.
 
     Memory:
@@ -149,8 +150,8 @@ def generate_batch(
         activations of the longest prompt. The lengths of the prompt, and then of the whole text, are rounded up to a
         multiple of 16; lengths above 64 grow by less than a quarter. Nothing grows with the number of prompts.
         A GPU copies a layer's weights at each step, unless the model is unstacked (`unstack`). The rotary scaling types
-        `longrope` and `dynamic` need a second copy of keys and values, and one layer's activations of all tokens. They
-        recompute texts beyond the length of pretraining: `longrope` once, `dynamic` for each token.
+        `longrope` and `dynamic` need a second copy of keys and values, and one layer's activations of all tokens.
+        Texts beyond the length of pretraining are recomputed: with `longrope` once, with `dynamic` for each token.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -235,7 +236,7 @@ def _batch(
 ) -> Iterator[tuple[_State, int]]:
     """Continue a batch; yield its state every `steps_per_call` steps, with the column of the first new token.
 
-    With fewer prompts than keys, the other rows are padding. A state is donated when the next state is requested.
+    Rows beyond the prompts are padding. A state is donated when the next state is requested.
     """
     width = _round_up(max(map(len, prompts)))
     size = _round_up(width + num_tokens)
@@ -354,7 +355,7 @@ def _append(state: _State, logits_BV: Array, ends_E: Array, switches: _SamplingS
 
 
 def _row_keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
-    """Return a random key for each row, which is a pair of a prompt and a sample."""
+    """Return a random key for each row; a row is a pair of a prompt index and a sample index."""
     prompts, samples = (jnp.asarray(column, jnp.uint32) for column in zip(*rows, strict=True))
     return jax.vmap(lambda index, sample: jax.random.fold_in(jax.random.fold_in(key, index), sample))(prompts, samples)
 
@@ -371,7 +372,7 @@ def _padded_ends(ends: Sequence[int]) -> Int[Array, "E"]:
 
 
 def _round_up(length: int) -> int:
-    """Round a length up to a multiple of 16, above 64 by less than a quarter, so that few lengths are compiled."""
+    """Round a length up to a multiple of 16, to compile few lengths; lengths above 64 grow by less than 25 %."""
     # A length of n bits is at least 2 ** (n - 1), and the unit is 2 ** (n - 3): rounding adds less than a quarter.
     unit = max(16, 1 << max(length.bit_length() - 3, 0))
     return -(-length // unit) * unit
@@ -419,7 +420,7 @@ class Conversation:
         model: the decoder, with or without adapters, all of it on the device.
 
     Memory:
-        The keys and values of one row (`cache_bytes`); the number of tokens is a power of two, at least 1,024.
+        The keys and values of one row (`cache_bytes`); the length of the cache is a power of two, at least 1,024.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -540,7 +541,7 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the most likely token's probability."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or in the answer so far."""
+    """Divides the positive, and multiplies the negative logits of tokens in the prompt or in the answer so far."""
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, least=0, hint="0 selects the most likely token")

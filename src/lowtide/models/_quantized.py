@@ -128,7 +128,7 @@ class Packed:
     table: tuple[float, ...] = ()
     """Values of the codes; empty for formats whose codes are numbers."""
     itemsize: int = 4
-    """Bytes per element while it is read as an array."""
+    """Bytes per element while the weight is read as an array."""
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """Dequantise a part of the weight, in float32."""
@@ -277,7 +277,7 @@ def _group_int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]
 
 
 def _group_scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
-    """Group 8-bit weights with their scales: one per matrix, per row or per block."""
+    """Group 8-bit weights with their scales. There is one scale per matrix, per row or per block."""
     assert scheme.form is not None
     is_inverse = scheme.method == "fp8" and any(name.endswith(".weight_scale_inv") for name in tensors)
     suffix = ".weight_scale_inv" if is_inverse else ".weight_scale"  # despite the name, both multiply the weights
@@ -350,7 +350,7 @@ def _check_matrix(source: Source, dtype: str) -> None:
 
 
 def _check_table(source: Source, table: tuple[float, ...] | np.ndarray) -> None:
-    """Check that a code table in the file equals Lowtide's."""
+    """Raise ModelFileError unless a table of codes in the file equals Lowtide's table."""
     expected = np.asarray(table, np.float32)
     _check_vector(source, expected.size, "F32")
     values = source.read(tuple(slice(0, size) for size in source.shape)).reshape(-1)
@@ -461,7 +461,7 @@ class _Grid:
 
 @dataclasses.dataclass(frozen=True)
 class _Spread:
-    """Scales of shorter blocks within rows, repeated from blocks in the file that may continue into the next row."""
+    """Scales of short blocks within rows. They are parts of the file's blocks, which may cross the end of a row."""
 
     absmax: Source
     shape: tuple[int, ...]
@@ -472,7 +472,7 @@ class _Spread:
     nested: Source | None
     offset: float
     table: Any
-    """Values of the codes of quantised scales; read only with `nested`."""
+    """Values of the codes of quantised scales; unused without `nested`."""
     itemsize: int = 32
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:

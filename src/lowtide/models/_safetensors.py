@@ -141,7 +141,7 @@ def read_leaf(
 
 
 def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield slices that cut a tensor along its first axis into parts of at most `PIECE_BYTES`, or of one row."""
+    """Yield slices that cut a tensor along its first axis into parts of at most `PIECE_BYTES`, but at least one row."""
     if not shape:
         yield ()
         return
@@ -191,7 +191,7 @@ class Tensor:
     leaf: Any
     index: tuple[int, ...] = ()
     rounded: str | None = None
-    """Dtype in the file if it differs from that of the leaf."""
+    """Dtype in the file if it differs from the dtype of the leaf."""
 
     @property
     def dtype(self) -> Any:

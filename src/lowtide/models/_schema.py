@@ -1,7 +1,7 @@
 """Schemas of the files in a Hugging Face folder: types, ranges, and the fields that change the computation.
 
-An unknown field of `config.json` is an error when it is switched on (not null, false, zero or empty): otherwise the
-logits would silently be those of another model. pydantic takes a quarter of a second to import, so only functions that
+An unknown field of `config.json` is an error when it is switched on (not null, false, zero or empty). If it were
+ignored, the logits would silently be wrong. pydantic takes a quarter of a second to import, so only functions that
 read files import this module.
 """
 
@@ -78,7 +78,7 @@ class ConfigFile(_File):
 
 @functools.cache
 def config_schema() -> type[ConfigFile]:
-    """Return the schema of `config.json` with the fields of all families, each of which may be missing or null."""
+    """Return the schema of `config.json` with the fields of all families; these fields may be missing or null."""
     # A field of pydantic cannot have a name with a leading underscore.
     fields: dict[str, Any] = {
         f"old{name}" if name.startswith("_") else name: (field_type | None, Field(default=None, alias=name))
@@ -131,7 +131,7 @@ def unhandled(
 ) -> dict[str, Any]:
     """Return the fields that are switched on, may change what the model computes, and are not supported.
 
-    `known_fields` are the fields that the family reads. For a section of the file, None: all fields of the schema.
+    `known_fields` are the fields that the family reads; None, for a section of the file, means the schema's fields.
     """
     values: dict[str, Any] = {**(file.model_extra or {})}
     harmless = _HARMLESS | {"local_rope"}

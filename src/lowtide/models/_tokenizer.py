@@ -2,7 +2,7 @@
 
 The tokenizers library is written in Rust. A stack overflow, a failed allocation or a panic in it aborts the process,
 which no `except` catches. So this module first checks JSON, depth, ids and sizes. Then a subprocess loads the file and
-encodes a line of text. This takes about 0.1 s, or as long as a second load of a large vocabulary.
+encodes a line of text. This takes about 0.1 s; for a large vocabulary, it takes as long as a second load.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _read(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
-    """Add tokens of the other files that `tokenizer.json` lacks, in the order that transformers uses."""
+    """Add the tokens that other files list and `tokenizer.json` lacks, in the order that transformers uses."""
     from ._schema import AddedTokenFile
 
     ids, tokens = dict[str, int](), dict[str, AddedToken]()

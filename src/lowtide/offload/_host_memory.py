@@ -49,7 +49,7 @@ def to_host(tree: Tree, selector: Selector = "**") -> Tree:
 
     Args:
         tree: any pytree. Arrays (including NumPy's) and tracers are moved. A `jax.ShapeDtypeStruct` gets a sharding in
-            host memory; without a sharding, that of JAX's default device. Other leaves stay unchanged.
+            host memory, on JAX's default device if it has no sharding. Other leaves stay unchanged.
         selector: selects the leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
 
     Returns:
@@ -337,7 +337,7 @@ def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
 def cut_block(
     prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, device_rows: int | None = None
 ) -> tuple[int, int] | None:
-    """Return the axis along which to cut blocks, and a block's size on it; None for one block or without whole tiles.
+    """Return the axis along which blocks are cut, and their size on it; None for one block, or if tiles would be cut.
 
     `prefix` holds the sizes of the leading axes that may be cut. A block has size 1 on the axes before the cut axis.
     `device_rows` is the number of rows of the largest tile if all arrays are on the device, else None.

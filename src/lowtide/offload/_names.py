@@ -487,8 +487,9 @@ def checkpoint(
         ConfigError: when no values are selected, a selection is invalid, or two arguments select one name.
         SelectionError: when the result is traced, for a name or pattern that matches no value.
         PlacementError: when the result is traced, for a value to save or offload that policies do not see, such as one
-            inside a `custom_vjp`. If the pattern also matches visible values, there is only a `PlacementWarning`. Also
-            for a value to offload that is on the host, and on a GPU whose XLA reads offloaded values in a wrong order.
+            inside a `custom_vjp`. If the pattern also matches visible values, there is only a `PlacementWarning`. The
+            error also means that a value to offload is on the host, or that this GPU's XLA reads offloaded values in a
+            wrong order.
 
     Memory:
         Between forward and backward pass the device holds the arguments of `fn` and the saved values, and the host
@@ -684,7 +685,7 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _is_name(eqn: Any) -> bool:
-    """Return whether an operation gives a name that is not one of the library's own."""
+    """Return whether an operation is a `checkpoint_name` with a name that is not internal to Lowtide."""
     return eqn.primitive is name_p and not is_own_name(eqn.params["name"])
 
 

@@ -1,8 +1,8 @@
 """`jax.lax.scan` over layers whose parameters stay in host memory, with one or two layers on the device at a time.
 
 The whole loop is one differentiable operation. The forward pass keeps the carries (the input of each layer). The
-backward pass visits the layers in reverse, recomputes one at a time with `jax.vjp`, and writes each slice of the
-gradient in place into a stack on the host. The design relies on these properties (jax 0.10.2, libtpu 0.0.51):
+backward pass visits the layers in reverse and recomputes one layer at a time with `jax.vjp`. It writes each slice of
+the gradient in place into a stack on the host. The design relies on these properties (jax 0.10.2, libtpu 0.0.51):
 
 - The gradient of a host leaf is a host value: JAX requires a cotangent to have the memory space of its primal.
 - The stack of gradients is the loop's stacked output. XLA allocates it in host memory, without zeros on the device, and
@@ -51,8 +51,8 @@ def scan(
         body: ``body(carry, x) -> (carry, y)``, as for `jax.lax.scan`. It receives its slice in device memory. It may
             close over any values, including differentiated ones.
         init: initial carry, the input of the first layer.
-        xs: stacked parameters, every leaf of shape ``[num_layers, ...]``. Leaves in host memory are streamed, others
-            are indexed in device memory. Leaves of shape ``[num_layers]`` are moved to the device before the loop.
+        xs: stacked parameters, every leaf of shape ``[num_layers, ...]``. Leaves in host memory are streamed; leaves
+            in device memory are indexed there. Leaves of shape ``[num_layers]`` move to the device before the loop.
         prefetch: whether to fetch the next slice while the current layer computes; it takes memory for one more slice.
         inputs: memory, ``"device"`` or ``"host"``, that keeps the input of each layer until the backward pass.
 

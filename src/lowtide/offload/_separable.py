@@ -400,7 +400,7 @@ class _Flow:
         return min(axes, self.rows.get(operand, 0)) if sizes[1] * _MIN_FOLD_REDUCTION <= sizes[0] else 0
 
     def passes(self) -> list[Group]:
-        """Return the passes; one pass for all folds of a group over the same rows after equally many passes."""
+        """Return the passes. Folds of a group share a pass if they have the same rows and need equally many passes."""
         equations_by_pass: dict[Any, list[Equation]] = {}
         for equation, axes in self.folds:
             (operand,) = equation.inputs

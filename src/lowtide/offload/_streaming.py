@@ -1,7 +1,7 @@
 """Update arrays in host memory block by block; each block is written back in place.
 
-If a program moves whole trees to the device, XLA hoists all moves together: for four Adam states this saved 5 % of the
-memory instead of half. XLA cannot hoist slices out of a loop. So each group of leaves that `_separable` proves
+If a program moves whole trees to the device, XLA hoists all moves together: for four Adam states, offloading saved 5 %
+of the memory instead of half. XLA cannot hoist slices out of a loop. So each group of leaves that `_separable` proves
 independent is updated in a loop over blocks of its leading axes: slice on the host, move, compute, move back, and write
 into the same buffer. XLA would unroll a loop of one block and overlap its copies, so its trip count is hidden from XLA.
 Each trip count depends on the previous loop, so temporaries exist for one group of leaves at a time.
@@ -197,7 +197,7 @@ def stream(
             structure of the results. For ``tx.update`` it is ``lambda grads, state, params: (grads, state)``.
         chunk_bytes: approximate bytes of the host leaves in one block. Blocks are cut at multiples of the hardware's
             tiles.
-        by_leaf: whether to cut nothing: leaves are updated whole, one group of dependent leaves at a time.
+        by_leaf: if True, nothing is cut: leaves are updated whole, one group of dependent leaves at a time.
         shardings: None, or a tuple like `args` with a `jax.sharding.NamedSharding` or None for each leaf.
         prevented: the reason why nothing can be cut, for warnings; None if leaves may be cut.
         declared: flat positions of leaves that are streamed like host leaves, whatever memory their types show.
@@ -349,7 +349,7 @@ def _mesh_rows(
 ) -> tuple[int, Any, Any, str | None]:
     """Return how many leading axes of a group may be cut, a mesh, the partition of these axes, and a reason.
 
-    Mesh and partition are None unless the loop has to run on shards. The reason is None if axes may be cut.
+    Mesh and partition are None unless the loop has to run on shards. The reason is why no axis may be cut, or None.
     """
     if not group.rows:
         return 0, None, None, f"of the operation {group.blocked_by}"
@@ -487,7 +487,7 @@ class _Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """An array with its leading axes merged to rows, and the row where the leaf begins (0, or that of an `Entry`)."""
+    """An array with its leading axes merged to rows, and the row where the leaf begins (above 0 only in an `Entry`)."""
 
     array: Any
     begin: Any
@@ -517,7 +517,7 @@ def _merge_axes(leaf: Any, axis: int) -> Any:
 
 
 def _slice(leaf: Any, offsets: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
-    """Return a block of a leaf on the device; every block includes a scalar as a whole."""
+    """Return a block of a leaf on the device; the block of a scalar is the scalar."""
     if isinstance(leaf, _Rows):
         block = jax.lax.dynamic_slice_in_dim(leaf.array, leaf.begin + offsets[1], sizes[-1])
         return put(block, DEVICE).reshape(*sizes, *leaf.array.shape[1:])

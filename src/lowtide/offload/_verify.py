@@ -113,7 +113,7 @@ def verify(
         host_bytes: largest allowed host memory: arguments, temporaries, and outputs that are not written into
             arguments. A tight bound detects a second copy of a host leaf.
         host_temp_bytes: smallest allowed size of temporaries in host memory, such as offloaded activations.
-        donated: whether host leaves that the program updates must be donated; otherwise the host holds them twice.
+        donated: whether host leaves that the program updates must be donated; the host holds undonated leaves twice.
 
     Returns:
         The placement, with notes on checks that this platform's compiler does not allow.
@@ -199,7 +199,7 @@ def verify(
 
 
 def _dynamic_positions(executable: Any, program: Program | None) -> list[int]:
-    """Return the positions of the non-static positional arguments, in a call that also passes the static ones."""
+    """Return the positions of the non-static positional arguments, in a call that also passes static arguments."""
     static = program.static if program is not None else ()
     return [index for index in range(len(executable.args_info[0]) + len(static)) if index not in static]
 
@@ -450,7 +450,7 @@ def _operands(line: str) -> list[str]:
 
 
 def _scope(name: str, lines: dict[str, re.Match[str]]) -> str:
-    """Return the scope of the operation that computes a value; without one, the scope of its first operand."""
+    """Return the scope of the operation that computes a value; if it has no scope, follow its first operand."""
     for _ in range(_MAX_HOPS):
         if name not in lines:
             return ""

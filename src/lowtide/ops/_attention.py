@@ -2,7 +2,7 @@
 
 - `_cudnn`: cuDNN's fused kernel, on GPUs in half precision, with neither a soft cap nor sinks.
 - `_splash`: JAX's splash attention kernel, on TPUs, for 1,024 tokens and more.
-- `attend_with_scores`: XLA operations on all scores at once, for fewer than 64 queries. It has all derivatives.
+- `attend_with_scores`: XLA operations on all scores at once, for fewer than 64 queries. Supports all derivatives.
 - `_blocks`: XLA operations on one block of scores at a time, in all other cases.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, M = G T, H size of a head.
@@ -78,27 +78,27 @@ def attention(
     of a `jax.shard_map` over that axis there is no communication, and each device attends only to its own tokens.
 
     Args:
-        q: queries [B, T, N, H]; in a decoder with a cache, those of the new tokens.
-        k: keys [B, S, K, H]; in a decoder with a cache, also those of earlier tokens.
+        q: queries [B, T, N, H]; in a decoder with a cache, only the queries of the new tokens.
+        k: keys [B, S, K, H]; in a decoder with a cache, the keys of the earlier and the new tokens.
         v: values [B, S, K, H].
-        mask: which keys a query sees. By default it is causal: a query sees its own key and those before it, and T has
-            to equal S.
+        mask: which keys a query sees. By default it is causal: a query sees its own and earlier keys, and T has to
+            equal S.
         scale: factor of the scores; None means ``H ** -0.5``. It may be traced, and learned.
         soft_cap: soft cap: scores become ``soft_cap * tanh(scores / soft_cap)`` before masking; None means no cap.
         sinks: attention sinks [N]. Each query head has one: the score of an additional key that has no value. None
             means no sinks.
         implementation: ``"cudnn"``; ``"splash"``, JAX's kernel for TPUs; ``"blocks"``, XLA operations on one block of
             scores at a time; or ``"xla"``, XLA operations on all scores at once. Only ``"xla"`` has forward-mode
-            derivatives (`jax.jvp`, `jax.linearize`, `jax.hessian`). None selects the first of these that supports the
-            arguments:
+            derivatives (`jax.jvp`, `jax.linearize`, `jax.hessian`). None selects the first entry of this list that
+            supports the arguments:
 
-            - On a GPU ``"cudnn"``, except for rows of 16,384 tokens and more with segments or a traced window or start.
-              cuDNN needs a mask array for these.
+            - On a GPU ``"cudnn"``. Exception: rows of at least 16,384 tokens whose mask has segments, or a traced
+              window or start, because cuDNN would need a mask array.
             - On a TPU ``"splash"``, for at least 1,024 queries and keys.
             - ``"xla"`` for fewer than 64 queries, else ``"blocks"``.
 
-            In a program for several TPUs, splash needs a known mesh that shards rows and heads: that of a trainer, of
-            `jax.set_mesh` or of `jax.shard_map` (``check_vma=False``). Without such a mesh, blocks replace splash, or
+            In a program for several TPUs, splash needs a known mesh that shards rows and heads: from a trainer,
+            `jax.set_mesh` or `jax.shard_map` (``check_vma=False``). Without such a mesh, blocks replace splash, or
             `ConfigError` is raised if splash was requested.
 
     Returns:
@@ -106,21 +106,22 @@ def attention(
         and finite gradients.
 
     Raises:
-        ConfigError: for shapes or dtypes that do not fit; an invalid mask, such as a window below 1; an invalid scale,
-            soft cap or array of sinks; causal attention whose numbers of queries and keys differ, if the mask has no
-            `start`; an implementation that is unknown, or does not support the arguments or the device; or an axis
-            ``context`` whose size does not divide tokens or query heads. Traced values are not checked: with a traced
-            window of 0 a query sees nothing.
+        ConfigError: for shapes or dtypes that do not match; for an invalid mask, such as a window below 1; for an
+            invalid scale, soft cap or array of sinks; for a causal mask without `start` if T and S differ; for an
+            implementation that is unknown, or does not support the arguments or the device; for an axis ``context``
+            whose size does not divide tokens or query heads. Traced values are not checked: with a traced window of 0,
+            a query sees no key.
 
     Memory:
-        cuDNN: log-sum-exps [B, N, T] from the forward pass. Segments and traced windows need a mask array
-            [B or 1, 1, T, S]. So does a start that is traced or not 0, and a window without causality.
-        Blocks: the float32 scores of one block, at most 64 MiB on a device (8 MiB on a CPU), unless a block of 128 x
-            128 has more. Residuals are `q`, `k`, `v`, the output and the log-sum-exps [B, N, T]; the last two have the
-            checkpoint names ``attn_out`` and ``attn_lse``. The backward pass has float32 gradients of keys and values.
+        cuDNN: log-sum-exps [B, N, T] from the forward pass, and for some masks an array [B or 1, 1, T, S]. These masks
+            have segments, a traced window, a start that is traced or not 0, or a window without causality.
+        Blocks: the float32 scores of one block. They take at most 64 MiB on a device (8 MiB on a CPU), unless the
+            smallest block, 128 x 128, needs more. Residuals are `q`, `k`, `v`, the output and the log-sum-exps
+            [B, N, T]. The checkpoint names of output and log-sum-exps are ``attn_out`` and ``attn_lse``. The backward
+            pass has float32 gradients of keys and values.
         Splash: the same residuals, no scores, and copies of the arrays for some heads of one row. With bfloat16 and
-            H = 128, the copy of the queries has at most 8 MiB, unless the heads of one key/value head have more.
-        All scores: [B, N, T, S], in float32 at least.
+            H = 128, the copy of the queries has at most 8 MiB, unless the queries of one key/value head need more.
+        XLA: all scores [B, N, T, S], in float32 at least.
 
     Examples:
         >>> q = jnp.ones((1, 4, 2, 8))
@@ -206,7 +207,7 @@ def attention_implementation(
         head_dim: size of a head, H.
         soft_cap: as in `attention`.
         has_sinks: whether there are sinks.
-        num_tokens: number of queries and of keys; None means 1,024, the fewest for the kernel for TPUs.
+        num_tokens: number of queries and of keys; None means 1,024, the minimum of the kernel for TPUs.
         mask: as in `attention`.
 
     Returns:
@@ -220,6 +221,7 @@ def attention_implementation(
         'blocks'
     """
     check_mask_type(mask)
+    mask = dataclasses.replace(mask, window=_to_python_int(mask.window), start=_to_python_int(mask.start))
     scores = ScoreOptions(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
     x: Any = jax.ShapeDtypeStruct((1, num_tokens or _splash.LEAST_TOKENS, 1, head_dim), dtype)
     return _select_implementation(x, x, mask, scores)
@@ -293,7 +295,7 @@ def _softmax(s_BKGTS: Array, sinks: Array | None) -> Array:
 def _attend_over_context(
     implementation: Implementation | None, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions
 ) -> Array:
-    """Compute attention; if ``context`` shards the tokens, exchange tokens for heads."""
+    """Compute attention. If ``context`` shards the tokens, each device computes some heads for all tokens."""
     if num_shards_along(CONTEXT) == 1:
         return _dispatch(implementation, q, k, v, mask, scores)
     segments = mask.segments

@@ -61,7 +61,7 @@ class Config(NamedTuple):
 
 
 class RuntimeMask(NamedTuple):
-    """Parts of the mask that are arrays, known only when the program runs; None for all other parts."""
+    """Parts of the mask that are arrays, known only when the program runs; None if absent or in `Config`."""
 
     window: Array | None
     start: Array | None
@@ -70,7 +70,7 @@ class RuntimeMask(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Forward and backward pass of an implementation of attention, with the parameters of `forward` and `gradients`."""
+    """Forward and backward pass of an implementation of attention, with the signatures of `forward` and `gradients`."""
 
     forward: Callable[..., tuple[Array, Array]]
     gradients: Callable[..., Any]
@@ -104,7 +104,7 @@ def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Attentio
 
 
 def block_size(shape: Sequence[int], num_keys: int) -> int:
-    """Return the largest number of rows and columns of a block; `shape` is that of the queries on all devices."""
+    """Return the largest number of rows and columns of a block; `shape` is the shape of the queries on all devices."""
     batch, length, heads, _ = shape
     batch, heads = local_sizes(batch, heads)
     max_elements = _SCORE_BYTES.get(traced_device().platform, _MOST_SCORE_BYTES) // (4 * batch * heads)
@@ -115,14 +115,14 @@ def block_size(shape: Sequence[int], num_keys: int) -> int:
 
 
 def local_sizes(batch: int, heads: int) -> tuple[int, int]:
-    """Return the numbers of rows and heads on one device, if a mesh is known; otherwise those on all devices."""
+    """Return the numbers of rows and heads on one device; without a known mesh, return the given numbers."""
     for name in BATCH_AXES:
         batch = _local_size(batch, num_shards_along(name))
     return batch, _local_size(heads, num_shards_along("tensor"))
 
 
 def _local_size(total: int, num_parts: int) -> int:
-    """Return one device's part of an axis; an axis that does not divide evenly is not sharded."""
+    """Return the size of one device's part of an axis; an axis that does not divide evenly is not sharded."""
     return total if total % num_parts else total // num_parts
 
 
@@ -176,7 +176,7 @@ def _apply_mask(mask: Array, s_BKMD: Array, fill: float) -> Array:
 
 
 def _compute_if(is_needed: Array | None, compute: Callable[[Any], Any], carry: Any) -> Any:
-    """Return ``compute(carry)`` if it is needed (None: always), else the carry."""
+    """Return ``compute(carry)`` if `is_needed` is true or None, else the carry."""
     return compute(carry) if is_needed is None else jax.lax.cond(is_needed, compute, lambda carry: carry, carry)
 
 
@@ -337,7 +337,7 @@ def gradients(config: Config, residuals: Any, dout_BTNH: Array) -> Any:
 
 
 def row_dots(x_BTNH: Array, y_BTNH: Array, rows: int) -> Array:
-    """Return the dot products of x and y, [B, N, T], block by block: for all rows XLA would hold a wide copy."""
+    """Return the dot products of x and y, [B, N, T]; a loop over blocks avoids a wide copy of all rows."""
     batch, length, heads, dim = x_BTNH.shape
     arrays, wide = (merge_heads(x_BTNH), merge_heads(y_BTNH)), wide_dtype(x_BTNH.dtype)
     starts = np.append(np.arange(0, length - rows, rows), length - rows)
@@ -372,13 +372,13 @@ class _Pair(NamedTuple):
     """A pair of a block of queries and a block of keys, or arrays [P] of all pairs."""
 
     row: Any
-    """Index of the first query; `column` is that of the first key."""
+    """Index of the first query; `column` is the index of the first key."""
     own_row: Any
-    """Index of the first query that no earlier block contains; `own_column` is that of the first such key."""
+    """Index of the first query that is not in the block before; `own_column` is the index of the first such key."""
     column: Any
     own_column: Any
     is_first: Any
-    """Whether it is the first pair of its block of queries."""
+    """Whether this is the first pair of its block of queries."""
     is_needed: Any = None
     """Whether the running program needs the pair; None if it needs all pairs."""
 
@@ -414,7 +414,7 @@ def _pairs_of(config: Config, runtime_mask: RuntimeMask, num_queries: int, num_k
 
 
 def _even_size(length: int, limit: int) -> int:
-    """Return the smallest multiple of `_LEAST_ROWS` with the fewest blocks for a row; `length` if one is enough."""
+    """Return a block size: `length` if at most `limit`, else a multiple of `_LEAST_ROWS` for the fewest blocks."""
     count = -(-length // limit)
     even = -(-length // count)
     return min(limit, -(-even // _LEAST_ROWS) * _LEAST_ROWS) if length > limit else length

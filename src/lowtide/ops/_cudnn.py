@@ -41,7 +41,7 @@ def unsupported_reason(q: Array, k: Array, mask: AttentionMask, scores: ScoreOpt
 
 
 def is_preferred(q: Array, k: Array, mask: AttentionMask) -> bool:
-    """Return whether the kernel, if it supports the arguments, is faster than blocks."""
+    """Return whether the kernel is faster than blocks for arguments that it supports."""
     return mask.is_static or q.shape[1] < _LEAST_MASK_IN_BLOCKS
 
 

@@ -23,7 +23,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionMask:
-    """Which keys a query sees: its own and those before it, within its window and its segment.
+    """Which keys a query sees: by default its own and earlier keys; a window or segments hide some of them.
 
     The window and the start may be integers that the program computes. They have no axes, because they are the same for
     all rows; use `jax.vmap` over rows if they differ.
@@ -35,7 +35,7 @@ class AttentionMask:
     """
 
     causal: bool = True
-    """Whether a query sees no key after its own."""
+    """Whether a query sees only its own key and earlier keys."""
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
     """Document numbers of packed rows: a query sees only keys with its own number. Either a tuple of two arrays, of
     queries [B, T] and of keys [B, S], or one array for both if T is S. The shapes may be [1, T] and [1, S] if all rows
@@ -77,7 +77,7 @@ class AttentionMask:
 
 
 CAUSAL = AttentionMask()
-"""The default mask: a query sees its own key and those before it."""
+"""The default mask: a query sees its own key and earlier keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,4 +238,4 @@ class AttentionKernel(NamedTuple):
     is_preferred: Callable[[Array, Array, AttentionMask], bool]
     """Returns whether automatic selection takes the kernel, if it supports the arguments."""
     attend: Callable[..., Array]
-    """Computes attention from queries, keys, values, mask and score options; `is_required` if it was requested."""
+    """Computes attention from queries, keys, values, mask, score options and `is_required` (the user requested it)."""

@@ -13,7 +13,7 @@ Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K,
 steps, C key/value heads of a step, M query heads of a step (G C, or a part of one group of G).
 
 Deviations and limits: the queries are multiplied by their scale beforehand, in their own dtype. In the kernel a query
-that sees no key would see all keys, so blocks compute attention whose keys have other segments than queries. Second
+that sees no key would see all keys. So blocks replace the kernel if keys and queries have different segments. Second
 derivatives are those of blocks.
 
 Source: JAX's `jax.experimental.pallas.ops.tpu.splash_attention`, after Dao, "FlashAttention-2" (arXiv:2307.08691).
@@ -91,7 +91,7 @@ def is_preferred(q: Array, k: Array, mask: AttentionMask) -> bool:
 
 
 def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
-    """Return a block size that divides queries and keys; 0 if there is none with few enough blocks for a chip."""
+    """Return a block size that divides queries and keys; 0 if no size does, or if it gives too many pairs of blocks."""
     # Large blocks have more masked than visible scores if they are few, or if the window is narrow.
     is_narrow = isinstance(window, int) and window < _SIZES[0]
     sizes = _SIZES[1:] if is_narrow or min(length, num_keys) < 4 * _SIZES[0] else _SIZES
@@ -110,7 +110,7 @@ def attend_with_splash(
 
 
 def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions) -> Array:
-    """Compute attention with the kernel and its settings."""
+    """Compute attention with splash attention; `kernel` has its settings."""
     runtime_mask = RuntimeMask(None, None, *(mask.segments or (None, None)))
     # A window of all keys hides none from a causal query.
     window: Any = None if isinstance(mask.window, int) and mask.window >= k.shape[1] else mask.window
@@ -131,7 +131,7 @@ def _gradients_on_mesh(static: tuple[Kernel, Config], *args: Any) -> Any:
 def _shard_over_mesh(
     static: tuple[Kernel, Config], kernel_pass: Callable[..., Any], blocks_pass: Callable[..., Any], *args: Any
 ) -> Any:
-    """Run a pass with the kernel if it can run, else with blocks; a known mesh shards rows and heads."""
+    """Run the kernel's pass if the kernel can run, else the pass of blocks; a known mesh shards rows and heads."""
     kernel, config = static
     kernel_fn, blocks_fn = functools.partial(kernel_pass, static), functools.partial(blocks_pass, config)
     if kernel.interpret:
@@ -163,7 +163,7 @@ def _shard_over_mesh(
 
 
 def _mesh_axes(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the mesh axes that shard rows and heads; None if they do not divide evenly, or if there are other axes."""
+    """Return the mesh axes that shard rows and heads; None if their sizes do not fit, or if the mesh has other axes."""
     if mesh is None:
         return None
     manual = getattr(mesh, "manual_axes", ())

@@ -7,7 +7,7 @@ their shapes and dtypes agree. If the tokens of rows are sharded, each device ma
 
 Shapes: B batch, T tokens, t tokens of a tile.
 
-Deviations and limits: reverse mode only if there are tiles (`jax.custom_vjp`); weights are read once per tile.
+Deviations and limits: tiles support only reverse mode (`jax.custom_vjp`); weights are read once per tile.
 
 Source: Bekman et al., "Arctic Long Sequence Training" (arXiv:2506.13996), section 3.1, tiled MLP.
 """
@@ -47,14 +47,14 @@ from ..targets import busy_rows
 from ._blocks import local_sizes, wide_dtype
 
 _ROWS = {"cpu": 256, "gpu": 8192}
-"""The fewest rows of a tile: with fewer, a product would leave some of a GPU's hundred processors idle."""
+"""Minimum rows of a tile: with fewer rows, a product would leave some of a GPU's hundred processors idle."""
 _DEFAULT_ROWS = 1024
 _LEAST_SAVED = {"gpu": 2**29}
 _DEFAULT_LEAST_SAVED = 2**27
-"""The fewest saved bytes that are worth tiles; a GPU launches every operation again for each tile."""
+"""Tiles have to save this many bytes, on a GPU more: a GPU launches every operation again for each tile."""
 _MOST_UNROLLED = 8
 _NUM_WIDE = 4
-"""Number of arrays of the full width that live at once: two of a gated MLP, and their cotangents."""
+"""Number of arrays of the full width that live at once: two arrays of a gated MLP, and their cotangents."""
 
 
 def tiled_map(
@@ -72,8 +72,8 @@ def tiled_map(
         x: arrays of the tokens [B or 1, T, ...]. The first array has the activations [B, T, D].
         width: elements per token of the widest array that `fn` makes.
         share: fraction of the tokens that each weight multiplies, below 1 for experts.
-        size: tokens of a tile, counted over all rows of one device. None chooses a size that keeps the chip busy; then
-            there are no tiles if they would save little, or on a mesh with explicit axes.
+        size: tokens of a tile, counted over all rows of one device. None chooses a size that keeps the chip busy. With
+            None, there are no tiles if they would save little memory, or on a mesh with explicit axes.
 
     Returns:
         The result of `fn` for all tokens.
@@ -171,8 +171,8 @@ def _check_results(results: Sequence[Any], length: int, num_tokens: int) -> None
 def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: float = 1) -> int:
     """Return how many tokens of each row a tile has.
 
-    `shape`, [B, T, ...], is that of the tokens over all devices that shard rows. `width_bytes` are the bytes per token
-    of the widest array. A loop over tiles would copy `params`.
+    `shape`, [B, T, ...], is the shape of the tokens over all devices that shard rows. `width_bytes` are the bytes per
+    token of the widest array. A loop over tiles would copy `params`.
     """
     device = traced_device()
     busy = _ROWS.get(device.platform) or busy_rows(device.device_kind) or _DEFAULT_ROWS
@@ -205,7 +205,7 @@ class _Static(NamedTuple):
     """Structure of the tokens."""
     size: int
     closed: Mapping[int, tuple[ConvertedClosure, int]] = {}
-    """Only for a function that closes over tracers, by tokens per tile: traced function, index of its first tracer."""
+    """Empty unless `fn` closes over tracers. By tokens per tile: the traced function, and its first tracer's index."""
 
     def __call__(self, leaves: Sequence[Any], dense_weights: list[Array], index: Any, tile: Sequence[Any]) -> Tree:
         if self.closed:
@@ -296,7 +296,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _dequantize_weights(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> list[Array]:
-    """Return the quantised weights, dequantised, if there is a loop; else an empty list."""
+    """Return all quantised weights, dequantised, if tiles run in a loop; else an empty list."""
     if x[0].shape[1] // static.size <= _MOST_UNROLLED:
         return []
     params = leaves[: static.params.num_leaves]
@@ -307,7 +307,7 @@ def _dequantize_weights(static: _Static, leaves: Sequence[Any], x: Sequence[Arra
 
 
 def _replace_quantized(params: Tree, arrays: list[Array]) -> Tree:
-    """Replace the quantised weights by arrays, if there are any."""
+    """Replace the quantised weights of `params` by `arrays`; without arrays, return `params` unchanged."""
     if not arrays:
         return params
     remaining = iter(arrays)

@@ -48,7 +48,7 @@ class StateFormat:
     encode: Callable[[Array, bool], Array]
     """Encode float32 numbers in [-1, 1], or in [0, 1] if the second argument, `is_positive`, is True."""
     decode: Callable[[Array, bool], Array]
-    """Decode codes to float32 numbers; the second argument is that of `encode`."""
+    """Decode codes to float32 numbers; the second argument is `is_positive`, as for `encode`."""
 
 
 _LEVELS = 7

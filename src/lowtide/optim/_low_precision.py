@@ -103,14 +103,14 @@ def low_precision(
             ``bfloat16`` (stochastically rounded). Or a mapping from regular expressions on paths to these formats,
             which replaces `match`; the first expression that matches a path decides. Or None, to use only `weights`.
         weights: how bfloat16 parameters keep updates below 1/256 of their value; None loses these. ``split`` stores a
-            weight's residual, the rounding error of its bfloat16 value, in 8 bits; ``kahan`` in bfloat16.
-            ``stochastic`` stores none and rounds weights stochastically. `tx` then gets parameters and gradients in
-            float32, and the updates are bfloat16. Apply them unchanged with `optax.apply_updates`.
+            weight's residual, the rounding error of its bfloat16 value, in 8 bits; ``kahan`` stores it in bfloat16.
+            ``stochastic`` stores no residual and rounds weights stochastically. With `weights`, `tx` gets parameters
+            and gradients in float32. The updates are bfloat16: apply them unchanged with `optax.apply_updates`.
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``. It has to match the
             whole path, with or without slashes around it (``/0/mu/``). The floating-point arrays that it selects are
             packed. The default selects the moments of Optax's optimizers (``mu``, ``nu``, ``nu_max``, ``m1``,
             ``exp_avg``, ``exp_avg_sq`` and ``trace``), whatever the names of the parameters.
-        least_size: leaves with fewer elements are not packed, and residuals of such weights are float32.
+        least_size: leaves with fewer elements are not packed; weights with fewer elements have float32 residuals.
         seed: seed of stochastic rounding.
         shardings: for parameters on a mesh, a tree of `jax.sharding.NamedSharding` with the structure of the
             parameters, as in `lowtide.offload.optimizer`. Each device then updates its own shard block by block.
@@ -131,15 +131,15 @@ def low_precision(
             From ``update``: for `weights` without parameters.
         SelectionError: from ``init``, when no leaf of the state is selected.
         PlacementError: from ``update``, for a state in host memory.
-        StructureError: from ``update``, for a state of another transformation or of other parameters, for gradients or
-            `shardings` of another structure, and for a `tx` that changes the structure of its state. Also for a
+        StructureError: from ``update``, for a state of another transformation or of other parameters; for gradients or
+            `shardings` of another structure; for a `tx` that changes the structure of its state. Also for a
             derivative through the packed state, as in meta-learning.
 
     Warns:
-        PlacementWarning: from ``init``, when a regular expression packs no leaf. It matches no leaf, earlier
-            expressions match its leaves, or its leaves are small or not real floating-point arrays. Also when it
-            selects a copy of the parameters. From ``update``, when it is traced for a mesh without `shardings`; GPUs
-            and bfloat16 do not need them.
+        PlacementWarning: from ``init``, when a regular expression packs no leaf: it matches no leaf, earlier
+            expressions match its leaves, or its leaves are small or not real floating-point arrays. Also when it packs
+            a copy of the parameters. From ``update``, when it is traced for a mesh without `shardings`; GPUs and
+            bfloat16 do not need `shardings`.
 
     Memory:
         About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.56 (``4bit``) or 2 (``bfloat16``) for each number
@@ -170,14 +170,14 @@ def low_precision(
 
 
 def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.GradientTransformation:
-    """Return a transformation of `low_precision` with shardings, unless it already has some.
+    """Return a `low_precision` transformation with these shardings, unless it already has shardings.
 
     Args:
         tx: any Optax transformation.
         shardings: as in `low_precision`.
 
     Returns:
-        The transformation with these shardings; `tx` itself if it is not one of `low_precision` or has shardings.
+        The transformation with these shardings; `tx` itself if it has shardings or is not from `low_precision`.
     """
     transformation = getattr(tx.init, "__self__", None)
     if not isinstance(transformation, _LowPrecision) or transformation.shardings is not None:
@@ -326,7 +326,7 @@ class _LowPrecision:
             raise
 
     def _restore_nodes(self, state: Any, params: Tree) -> Any:
-        """Restore the nodes of a state that another library (such as `flax.nnx.Optimizer`) replaced by its own.
+        """Restore the nodes of a state that another library (such as `flax.nnx.Optimizer`) replaced by its own nodes.
 
         Such a state has the same leaves in the same order, so the structure of `init` fits it. Return None for a state
         that needs no restoring or does not fit.
@@ -349,7 +349,7 @@ class _LowPrecision:
         return () if self.weights is None else init_residuals(self.weights, params, self.least_size)
 
     def _check_state(self, state: Any, params: Tree) -> None:
-        """Raise for a state of another transformation or format; the update would silently keep that format."""
+        """Raise for a state of another transformation or format, because the update would silently keep its format."""
         if not isinstance(state, LowPrecisionState):
             raise _state_error("the result of its init, or a checkpoint of it", type(state).__name__)
         if self.weights is not None and params is None:
@@ -500,8 +500,8 @@ def _is_match(pattern: re.Pattern[str], path: str) -> bool:
 def _constrain_layout(node: PackedArray) -> PackedArray:
     """Constrain codes to a row-major layout and scales to a transposed one, as XLA for TPUs stores them between steps.
 
-    Otherwise XLA gives codes and scales the same layout in the loop over blocks, and copies whole arrays. No constraint
-    is added in two cases. If the last axis of the codes is shorter than 128, XLA stores another axis innermost, and a
+    Without the constraints, XLA uses one layout for both in the loop over blocks, and copies whole arrays. They are not
+    added in two cases. If the last axis of the codes is shorter than 128, XLA stores another axis innermost, and a
     constraint would add copies. With 128 or more scales in a row, codes and scales have the same layout anyway.
     """
     scales, num_lanes = node.scales, 128
@@ -658,7 +658,7 @@ def _fill_value(producers: Mapping[int, Any], constants: Mapping[int, Any], valu
 def _pack_fill(leaf: _Filled, form: str, is_positive: bool, key: Any) -> PackedArray:
     """Pack an array that is filled with one number: pack one block, and repeat its code and its scale.
 
-    `key` has the meaning that it has in `PackedArray.rounded`.
+    `key` is as in `PackedArray.rounded`.
     """
     pack = functools.partial(PackedArray.stored, format=form, key=key, is_positive=is_positive)
     block = pack(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
@@ -710,7 +710,7 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
 
     Raises:
         ConfigError: for a `tx` that is not an Optax transformation.
-        StructureError: when the states are not of the same optimizer.
+        StructureError: when `state` belongs to another optimizer than `tx`, or to other parameters.
 
     Memory:
         Both states, plus the decoded old state in float32. Under `jax.jit` only one leaf at a time is in float32.

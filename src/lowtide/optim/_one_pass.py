@@ -264,7 +264,7 @@ def _compute_arrays(update: Callable[..., Any], inputs: UpdateInputs, interpret:
 
 
 def _make_kernel(update_plan: Any, group: Any, inputs: UpdateInputs) -> _Kernel | None:
-    """Return the kernel of a group of leaves, or None if it cannot be one kernel on a GPU."""
+    """Return the kernel of a group of leaves, or None if the group cannot be one kernel on a GPU."""
     program = update_plan.program
     outputs = [(program.outputs[output], inputs.names[update_plan.replaced[output]]) for output in group.outputs]
     arrays = Arrays()
@@ -332,7 +332,7 @@ def _is_supported(program: Any, equation: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernel:
-    """Kernel that updates a group of leaves of one shape. A call takes the values that are computed before kernels."""
+    """Kernel that updates a group of leaves of one shape. A call takes the values computed before all kernels."""
 
     program: Any
     group: Any
@@ -343,7 +343,7 @@ class _Kernel:
     scalars: Sequence[int]
     """Scalar values that every block reads."""
     block: int
-    """Numbers per scale."""
+    """Number of elements that share a scale."""
 
     def __call__(self, values: Mapping[int, Any], interpret: bool) -> Arrays:
         all_values = {**self.program.constants, **values}

@@ -69,7 +69,7 @@ class PackedArray:
             The node. A block that contains NaN or an infinity decodes to NaN throughout, because its scale is NaN.
 
         Raises:
-            ConfigError: for another format, or a scalar.
+            ConfigError: for any other `format`, or a scalar.
         """
         check_choice("format", format, tuple(FORMATS))
         if not x.ndim:
@@ -94,7 +94,7 @@ class PackedArray:
     def stored(
         cls, x: Float[Array, "*axes"], format: str, key: Array, *, is_positive: bool = False, scales: Any = None
     ) -> PackedArray:
-        """Pack an array in any format: call `rounded` for bfloat16 and `of` otherwise; they have these arguments."""
+        """Pack an array with `rounded` for bfloat16, and with `of` for other formats; arguments as in these methods."""
         if format == BFLOAT16:
             return cls.rounded(x, key)
         return cls.of(x, format, is_positive=is_positive, scales=scales)

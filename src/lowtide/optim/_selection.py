@@ -19,8 +19,8 @@ from ._weights import WEIGHTS
 
 MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"
 """Default regular expression, matched against `optimizer_paths`. It omits Optax's moments named ``m`` and ``v``,
-because these names mean weights elsewhere. It also omits a field that `_MIN_BITS` refuses if the other moments of its
-optimizer may be quantised, such as AdEMAMix's ``m2``."""
+because these names mean weights elsewhere. It also omits AdEMAMix's ``m2``: `_MIN_BITS` refuses that field, but the
+optimizer's other moments may be quantised."""
 _POSITIVE_FIELDS = {
     "ScaleByAdamState": ("nu",),
     "ScaleByAmsgradState": ("nu", "nu_max"),

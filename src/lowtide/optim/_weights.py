@@ -1,10 +1,10 @@
 """Update bfloat16 weights as if they had a higher precision.
 
 A bfloat16 weight and its *residual* represent a float32 number: their sum. The optimizer's state stores the residuals
-(``state.residuals``): ``split`` in 8 bits, after FlashOptim (arXiv:2602.23349), and ``kahan`` in bfloat16.
-``stochastic`` stores no residual and rounds weights stochastically. A residual is at most half of the distance between
-two neighbouring bfloat16 numbers. The weight's exponent gives that distance, so 8-bit residuals need no scales.
-two neighbouring bfloat16 numbers. The weight's exponent gives that distance, so 8-bit residuals need no scales.
+(``state.residuals``), with ``weights="split"`` in 8 bits, after FlashOptim (arXiv:2602.23349), and with ``"kahan"`` in
+bfloat16. ``"stochastic"`` stores no residual and rounds weights stochastically. A residual is at most half of the
+distance between two neighbouring bfloat16 numbers. The weight's exponent gives that distance, so 8-bit residuals need
+no scales.
 
 Updates have the dtype of the weights, so they need no more memory than gradients. An update is exact where a weight
 changes by less than half of its value (Sterbenz's lemma). Otherwise the update is rounded: `kahan` adds the rounding
@@ -106,9 +106,8 @@ def narrow_updates(
 ) -> tuple[Tree, Tree]:
     """Return updates in the dtypes of the parameters, and the new residuals.
 
-    Updates of parameters in other dtypes are returned unchanged. `wide_params` is the result of `widen`, to which
-    `updates` belong. `keys` has a random uint32 for each leaf. `to_bfloat16` rounds float32 numbers and keeps their
-    dtype.
+    Updates of parameters in other dtypes are returned unchanged. `updates` belong to `wide_params`, the result of
+    `widen`. `keys` has a random uint32 for each leaf. `to_bfloat16` rounds float32 numbers and keeps their dtype.
     """
     leaves, structure = jax.tree.flatten(params)
 

@@ -53,10 +53,10 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
         SelectionError: when a pattern matches nothing, or the exclusions leave nothing.
         ConfigError: for an unknown format or block.
         StructureError: when no floating-point matrix is matched, or a match is already quantised, or has a
-            `lowtide.lora.LoRAKernel` (the adapter of convolutions and embedding tables). Also when a number is not
-            finite, or so close to the largest of its dtype that the format makes it infinite. Under `jax.jit` numbers
-            are not checked: one that is not finite turns its block into NaN. In ``"nf4"``, whose 8-bit scales cannot
-            store NaN, it turns the 256 blocks that share a nested scale into NaN.
+            `lowtide.lora.LoRAKernel` (the adapter of convolutions and embedding tables). Also when a weight has an
+            entry that is not finite, or that the format rounds to infinity. Under `jax.jit`, entries are not checked:
+            an entry that is not finite turns its block into NaN. In ``"nf4"``, whose 8-bit scales cannot store NaN, it
+            turns all 256 blocks that share a nested scale into NaN.
 
     Memory:
         ``bits * out * in / 8`` bytes for each matrix, in new arrays. Matrices are quantised one at a time, with a few
@@ -131,7 +131,7 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _is_node(leaf: Any) -> bool:
-    """Return whether a node is a weight: a quantised one, or another `LinearWeight` that wraps no weight."""
+    """Return whether a node counts as one leaf: a `QuantizedWeight`, or another `LinearWeight` that wraps no weight."""
     # The type decides, because a user's module may have a field named ``linear``.
     is_foreign = isinstance(leaf, LinearWeight) and hasattr(type(leaf), "linear") and not hasattr(leaf, "weight")
     return isinstance(leaf, QuantizedWeight) or is_foreign
@@ -226,7 +226,7 @@ def build(
         places: shardings of the leaves, from `placed`; None for JAX's default device.
 
     Raises:
-        StructureError: for a number that is not finite, or becomes infinite in the format.
+        StructureError: for an entry that is not finite, or that the format rounds to infinity.
 
     Memory:
         The node, and in addition one matrix with a few float32 copies. Leaves for host memory are made on the device.
@@ -248,7 +248,7 @@ def build(
 
 
 def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -> Any:
-    """Return the shardings of a node's leaves: the weight's, without mesh axes that do not divide a leaf evenly.
+    """Return shardings of a node's leaves: the weight's sharding, without mesh axes that do not divide a leaf evenly.
 
     Args:
         node: a node of arrays or shapes.
@@ -295,7 +295,7 @@ def _encode_array(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _quantize_matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Array]:
-    """Return the node, and two bools: whether all numbers are finite before, and after quantisation."""
+    """Return the node, and two bools: whether all entries are finite before quantisation, and after it."""
 
     def check(weight: Array, node: QuantizedWeight) -> Array:
         return jnp.stack([jnp.all(jnp.isfinite(weight)), jnp.all(jnp.isfinite(largest_values(node)))])

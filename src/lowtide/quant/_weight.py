@@ -84,7 +84,7 @@ FORMATS = {form.name: form for form in _FORMATS}
 
 
 def format_named(name: str, block: int | None = None) -> Format:
-    """Return a format, with another block size if given.
+    """Return a format by name, with the block size `block` if it is not None.
 
     Args:
         name: ``"nf4"``, ``"int8"``, ``"int4"``, ``"fp8"`` or ``"mxfp4"``.
@@ -141,7 +141,7 @@ class QuantizedWeight:
     """One scale for each block of neighbours in a row, [out, blocks] or [L, out, blocks]. With double quantisation,
     the scales are stored as 8-bit codes."""
     nested_scales: Any
-    """Scales of the codes in `scales`, one for each 256, [number] or [L, number]; None without double quantisation."""
+    """Scales of the codes in `scales`, one for every 256 codes, [N] or [L, N]; None without double quantisation."""
     offset: Any
     """Mean of the scales, which is added to each decoded scale, [] or [L]; None without double quantisation."""
     format: str = dataclasses.field(metadata={"static": True})
@@ -308,7 +308,7 @@ def _take_rows(node: QuantizedWeight, ids: Array) -> Array:
 
 
 def largest_values(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
-    """Return the largest number that each block can hold, in the weight's dtype; infinite if it exceeds the dtype."""
+    """Return the largest number that each block can hold, in the dtype of the weight; infinite beyond its range."""
     return (_scales(node) * FORMATS[node.format].largest).astype(node.dtype)
 
 
@@ -332,7 +332,7 @@ _E8M0_NAN = 255
 
 
 def encode(weight: Float[Array, "*stack out in"], form: Format, dtype: Any) -> QuantizedWeight:
-    """Quantise a weight, whose dtype was `dtype`; a block with a number that is not finite gets the scale NaN."""
+    """Quantise a weight; the node records `dtype`. A block with an entry that is not finite gets the scale NaN."""
     weight = weight.astype(jnp.float32)
     *leading, width = weight.shape
     block = min(form.block or width, width)
@@ -392,7 +392,7 @@ _LARGE = 2.0**64
 
 @functools.cache
 def dynamic_map() -> np.ndarray:
-    """Return the 256 numbers, ascending in float32, that codes of scales stand for relative to a nested scale."""
+    """Return the 256 numbers, ascending in float32, for which codes of scales stand; a nested scale multiplies them."""
     positive: list[float] = []
     for decade in range(_DECADES):
         # From both ends to the middle, each rounded once, as `torch.linspace` does: the last digit can change a code.
@@ -428,9 +428,9 @@ def _overflow_factor(sizes: Float[Array, "*any"]) -> Float[Array, "*any"]:
 def quantize_around_mean(scales: Float[Array, "*stack O N"], mean: Array) -> tuple[UInt8[Array, "*stack O N"], Array]:
     """Quantise the distances of scales from a mean, as bitsandbytes does; return the codes and nested scales.
 
-    On GPUs, and in PyTorch, bitsandbytes takes the nearest code, as here. On CPUs, it first rounds a distance to one of
-    65,536 numbers. So fewer than one code in 200 differs by one step, and the distance 0 becomes 2.1e-5. The last
-    digits of the mean depend on the order of its sum, which in PyTorch depends on processor and threads.
+    On GPUs, and in PyTorch, bitsandbytes takes the nearest code, as here. Its CPU code first rounds a distance to one
+    of 65,536 numbers. Then fewer than one code in 200 differs from ours, by one step, and the distance 0 becomes
+    2.1e-5. The last digits of the mean depend on the order of its sum, in PyTorch on processor and threads.
     """
     *stack, out, num_blocks = scales.shape
     shifted = scales.reshape(*stack, out * num_blocks) - mean[..., None]

@@ -43,7 +43,7 @@ _IS_COMPUTED = {
     "fragmentation": False,
     "unattributed": False,
 }
-"""Whether buffers of a role are assumed to grow with the batch; gradients have the shapes of arguments."""
+"""Whether buffers of a role are assumed to grow with the batch; gradients, shaped like arguments, are not."""
 DERIVED_ROLES = tuple(_IS_COMPUTED)
 """Roles of buffers that are not arguments; `Buffer.role` explains them."""
 COMPUTED_ROLES = tuple(role for role, is_computed in _IS_COMPUTED.items() if is_computed)
@@ -63,14 +63,15 @@ class Buffer:
     space: Space
     """The memory space that holds the buffer."""
     role: str
-    """For an argument, the role that `analyze` was given for it. Otherwise one of `DERIVED_ROLES`. ``activations`` are
-    made in the forward pass and read in the backward pass. ``gradients`` are cotangents of arguments, also those of
-    single examples or microbatches. ``copies`` hold only the data of one argument (cast, transposed, sliced, gathered
-    from other devices). ``cotangents`` are other results of the backward pass, and ``recomputed`` are activations that
-    it computes again. ``workspaces`` are memory that an operation needs in addition to operands and results (a kernel's
-    scratch, indices, steps into which the compiler splits it). ``temporaries`` are all other results inside of the
-    program. ``outputs`` are not written into arguments. ``constants`` and ``code`` belong to the program.
-    ``fragmentation`` are unused bytes of the heap at the peak. ``unattributed`` has no known owner."""
+    """For an argument, the role from the caller of `analyze`; for any other buffer, one of `DERIVED_ROLES`.
+    ``activations`` are made in the forward pass and read in the backward pass. ``gradients`` are cotangents of
+    arguments, also of single examples or microbatches. ``copies`` hold only the data of one argument (cast, transposed,
+    sliced, gathered from other devices). ``cotangents`` are other results of the backward pass, and ``recomputed`` are
+    activations that the backward pass computes again. ``workspaces`` are memory that an operation needs in addition to
+    operands and results (a kernel's scratch, indices, steps into which the compiler splits it). ``temporaries`` are all
+    other results inside of the program. ``outputs`` are results of the program that do not reuse an argument's buffer.
+    ``constants`` and ``code`` belong to the program. ``fragmentation`` are unused bytes of the heap at the peak.
+    ``unattributed`` has no known owner."""
     path: str = ""
     """Tree path of an argument or output; for a copy or a gradient, the path of its argument; else empty."""
     phase: Phase = "argument"
@@ -131,7 +132,7 @@ class SpaceBytes:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the packages that determine a compiled figure; None if a package is not installed."""
+    """Map the packages that determine a compiled figure to their versions; None if a package is not installed."""
     package_versions: dict[str, str | None] = {}
     for name in ("lowtide", "jax", "jaxlib", "libtpu"):
         try:
@@ -152,15 +153,15 @@ class ReportFacts:
     target: Target
     """The hardware the program was compiled for."""
     device: SpaceBytes
-    """The device's own memory (HBM on an accelerator)."""
+    """Bytes in the device's own memory (HBM on an accelerator)."""
     host: SpaceBytes
-    """Memory of the machine that holds the device; offloaded arrays are there."""
+    """Bytes in the memory of the machine that holds the device; offloaded arrays are there."""
     by_role: Mapping[str, int]
-    """Device bytes per role; the values add up to `device_bytes`. Arguments are counted under the roles that `analyze`
-    was given and under ``other``. ``unattributed`` are argument bytes of no leaf, such as tables of pointers.
-    ``outputs`` are those that are not written into arguments. Other roles are ``temporaries`` and ``code``."""
+    """Device bytes per role; the values add up to `device_bytes`. Arguments have roles from the caller of `analyze`, or
+    ``other``. ``unattributed`` are argument bytes that belong to no leaf, such as tables of pointers. ``outputs``
+    excludes outputs in the buffers of arguments. ``temporaries`` and ``code`` are all other bytes."""
     host_by_role: Mapping[str, int]
-    """The same for host memory; the values add up to `host_bytes`."""
+    """Host bytes per role, as in `by_role`; the values add up to `host_bytes`."""
     buffers: tuple[Buffer, ...] = ()
     """Every piece of memory of the program, with its owner and the positions between which it is alive."""
     moments: tuple[str, ...] = ("",)
@@ -215,21 +216,21 @@ class ReportFacts:
 
     @property
     def margin_bytes(self) -> int | None:
-        """Bytes of the device that program and reserve leave free; negative if they do not fit; None if unknown."""
+        """Device bytes that program and reserve leave free; negative if they do not fit, None for unknown capacity."""
         budget = self.target.budget_bytes
         return None if budget is None else budget - self.device_bytes
 
     @property
     def host_margin_bytes(self) -> int | None:
-        """Free bytes of this device's share of host memory, or negative; None when the share is unknown."""
+        """Free bytes in this device's share of host memory; negative if too small, None if the share is unknown."""
         return None if self.target.host_bytes is None else self.target.host_bytes - self.host_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether the program fits into the device, less the target's reserve, and into the host.
+        """Whether the program fits into the device (without the target's reserve) and into host memory.
 
-        False if the host is too small; otherwise None if the device's capacity is unknown. A host of unknown capacity
-        counts as large enough.
+        False if host memory is too small, even if the device's capacity is unknown. None if only that capacity is
+        unknown. Host memory of unknown size counts as large enough.
         """
         if self.host_bytes and self.host_margin_bytes is not None and self.host_margin_bytes < 0:
             return False
@@ -313,7 +314,7 @@ class DiffFacts:
         return space_total(self.after, space) - space_total(self.before, space)
 
     def by_role(self, *, space: Space = "device") -> dict[str, tuple[int, int]]:
-        """Return the bytes at the peak before and after, per role, largest change first.
+        """Map each role to its (before, after) bytes at the peaks of both reports, largest change first.
 
         Args:
             space: the memory space.

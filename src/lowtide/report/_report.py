@@ -55,7 +55,7 @@ class _Viewed(ABC):
         write_view(path, self._page())
 
     def to_png(self, path: str | Path) -> None:
-        """Draw a picture of 1600×900 pixels: timelines by role, and the largest owners or those that changed most.
+        """Write a PNG of 1600×900 pixels: timelines by role, and the largest (in a difference: most changed) owners.
 
         Args:
             path: the file; it is replaced when it exists.

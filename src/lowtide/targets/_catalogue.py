@@ -1,9 +1,9 @@
 """The catalogue of chips: figures with their origin, read from `chips.toml`.
 
-This module loads no compiler. For GPUs the catalogue also has the fields that XLA requires to compile for an absent
-GPU: those of `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto), checked with jaxlib
-0.10.2. XLA's own descriptions also give the rates of single arithmetic units. These rates are left out, because they
-only tune the compiler's estimates of time.
+This module loads no compiler. XLA compiles for an absent GPU from a `GpuTargetConfigProto` (openxla/xla,
+xla/stream_executor/device_description.proto; checked with jaxlib 0.10.2). So entries of GPUs also have the fields of
+this message. XLA's own descriptions also give the rates of single arithmetic units. These rates are left out, because
+they only tune the compiler's estimates of time.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Chip:
     machines: tuple[Machine, ...] = ()
     """Machine types, smallest first."""
     slice_machine: str | None = None
-    """Name of the machine type in slices of several hosts; None for the largest type."""
+    """Name of the machine type of which slices of several hosts consist; None means the largest type."""
     sources: tuple[tuple[str, str], ...] = ()
     """A figure's name and its origin, for every figure that is present."""
     smallest: str = "1"
     """The topology of one chip."""
     chip_config_name: str | None = None
-    """How libtpu groups cores into devices, if its default differs from JAX's devices on a real machine."""
+    """How libtpu groups cores into devices; None if libtpu's default gives JAX's devices on a real machine."""
     capability: str | None = None
     """Major and minor version of a GPU's compute capability, such as ``9.0``."""
     num_cores: int = 0
@@ -87,7 +87,7 @@ class Chip:
     """Number of hosts in one NVLink domain."""
 
     def machine(self, num_chips: int) -> Machine | None:
-        """Return the smallest machine with `num_chips` chips or more, else that of slices; None without machines."""
+        """Return the smallest machine with `num_chips` chips or more, else the machine of slices, else None."""
         for machine in self.machines:
             if machine.num_chips >= num_chips:
                 return machine
@@ -150,13 +150,13 @@ class Catalogue:
     chips: dict[str, Chip]
     """Chips by their canonical names, TPUs first."""
     capabilities: dict[str, dict[str, Any]]
-    """Fields of XLA's description that depend only on the compute capability, by its version, such as ``9.0``."""
+    """Maps a compute capability, such as ``9.0``, to the fields of XLA's description that depend only on it."""
     tpu_words: dict[str, str]
-    """Other names of TPUs and the chips that errors suggest for them."""
+    """Maps other names of TPUs to the chips that errors suggest."""
     ambiguous: dict[str, tuple[str, ...]]
-    """Names that several chips share, with the names of these chips."""
+    """Maps a name that several chips share to the names of these chips."""
     refused: tuple[tuple[re.Pattern[str], str], ...]
-    """Patterns of the names of unsupported GPUs, and the reasons."""
+    """Pairs of a pattern for names of unsupported GPUs, and the reason for the error."""
 
     def find(self, name: str) -> Chip | None:
         """Return the chip with this name or alias, or None; case, spaces and hyphens of GPU names do not matter."""
@@ -266,7 +266,7 @@ def gpu_topology(chip: Chip, num_gpus: int) -> tuple[int, int, int]:
     """Return partitions (groups of hosts that NVLink joins), hosts per partition, and GPUs per host.
 
     Compile-only devices of jaxlib 0.10.2 report their host (`process_index`), but always partition 0. Raises
-    `TargetError` for a number that does not fill its hosts or partitions.
+    `TargetError` for a number of GPUs that does not fill all hosts and partitions.
     """
     if num_gpus <= chip.gpus_per_host:
         return 1, 1, num_gpus

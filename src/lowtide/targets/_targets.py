@@ -58,12 +58,12 @@ class Target:
 
     Hardware that is present: the limit of JAX's allocator. Absent TPU: the "available HBM" of libtpu 0.0.51. Absent
     GPU: the share of `hbm_bytes` that JAX's allocator takes (JAX documentation, GPU memory allocation). The share is
-    0.75 unless ``XLA_CLIENT_MEM_FRACTION`` (older: ``XLA_PYTHON_CLIENT_MEM_FRACTION``) sets another one when the target
-    is made, and at most 1. With ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` the allocator grows up to the same share
+    ``XLA_CLIENT_MEM_FRACTION`` (older: ``XLA_PYTHON_CLIENT_MEM_FRACTION``) when the target is made, or 0.75 without
+    these variables, and at most 1. With ``XLA_PYTHON_CLIENT_PREALLOCATE=false`` the allocator grows up to this share
     (openxla/xla, gpu_helpers.cc). ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` has no limit, but this figure ignores it.
     """
     chip_config_name: str | None = None
-    """How libtpu groups a chip's cores into devices; None for its default."""
+    """How libtpu groups a chip's cores into devices; None for libtpu's default."""
     hbm_bytes: int | None = None
     """Physical memory of one JAX device; on a GPU as CUDA reports it, which is less than the vendor's round number."""
     hbm_bandwidth: int | None = None
@@ -75,7 +75,7 @@ class Target:
     host_bytes: int | None = None
     """Host memory per JAX device on `machine`."""
     machine: str | None = None
-    """The machine type to which `host_bytes` applies; others may have the same chip."""
+    """The machine type to which `host_bytes` applies; other machine types may have the same chip."""
     reserve_bytes: int = 0
     """Bytes of `device_bytes` to keep free."""
     sources: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Target:
         return None if self.device_bytes is None else self.device_bytes - self.reserve_bytes
 
     def devices(self) -> list[Any]:
-        """Return the JAX devices to compile for; compile-only ones if the hardware is not present.
+        """Return the JAX devices to compile for; compile-only devices if the hardware is not present.
 
         Returns:
             `num_devices` devices, in JAX's order. `lowtide.memory.analyze` accepts meshes and shardings of them.
@@ -114,7 +114,7 @@ class Target:
 
 
 class Figures(TypedDict, total=False):
-    """Figures that a caller of `target` may set in place of those of the catalogue."""
+    """Figures that a caller of `target` may set in place of the catalogue's figures."""
 
     device_bytes: int | str
     hbm_bytes: int | str
@@ -130,20 +130,20 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
 
     Args:
         name: ``"here"`` (the default backend, all its devices), ``"cpu"``, a TPU chip and topology ``AxB`` or ``AxBxC``
-            (``"v5e:2x2"``, ``"v5p:2x2x1"``, ``"tpu7x:2x2x1"``), or a GPU and its number (``"h100:8"``, ``"a100-80"``,
+            (``"v5e:2x2"``, ``"v5p:2x2x1"``, ``"tpu7x:2x2x1"``), or a GPU and a count (``"h100:8"``, ``"a100-80"``,
             ``"rtx 4090"``). A bare chip name means one chip.
         **figures: figures of the target that differ from the catalogue's, per JAX device: `device_bytes`, `hbm_bytes`,
             `host_bytes`, `reserve_bytes` (sizes such as ``"14 GiB"``, or bytes), `hbm_bandwidth`,
             `host_link_bandwidth` (bytes per second, or text such as ``"25 GB/s"``), `flops` (per second, in bf16).
 
     Returns:
-        The target. `targets` lists one for each chip.
+        The target. `targets` lists a target for each chip.
 
     Raises:
-        TargetError: for a name that is empty, unknown or ambiguous, a topology that no machine has, or when the
+        TargetError: for a name that is empty, unknown or ambiguous; for a topology that no machine has; or when the
             compiler (libtpu; XLA's CUDA plugin and `ptxas`) is not installed.
-        ConfigError: for a figure that is unknown, invalid or in conflict with another; or for an environment variable
-            ``XLA_CLIENT_MEM_FRACTION`` that is not a number above 0.
+        ConfigError: for a figure that is unknown or invalid, or conflicts with another figure; or for an environment
+            variable ``XLA_CLIENT_MEM_FRACTION`` that is not a number above 0.
 
     Memory:
         None on any device.
@@ -166,7 +166,7 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
 
 
 def targets() -> tuple[Target, ...]:
-    """Return a target for this machine, one for its CPU, and one for a single chip of each entry of the catalogue.
+    """Return targets for this machine, for its CPU, and for a single chip of each entry of the catalogue.
 
     Returns:
         ``here``, ``cpu``, TPUs, GPUs. TPUs and GPUs come from the catalogue, with the topology of one chip. Their
@@ -189,7 +189,7 @@ def targets() -> tuple[Target, ...]:
 
 
 def catalogue_targets() -> tuple[Target, ...]:
-    """Return the targets of single chips in the catalogue, as in `targets`, without a call of JAX."""
+    """Return a target for a single chip of each entry of the catalogue, as `targets` does, without calling JAX."""
     return tuple(_ahead_of_time_target(chip, chip.smallest) for chip in catalogue().chips.values())
 
 
@@ -346,8 +346,9 @@ def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tu
 def _find_ptxas() -> str | None:
     """Return the path of NVIDIA's assembler, or None; add its folder to PATH if XLA would not find it.
 
-    XLA runs it for every kernel. XLA searches ``--xla_gpu_cuda_data_dir``, PATH, ``/usr/local/cuda``, ``/opt/cuda`` and
-    the wheels next to its plugin, but not other wheels on `sys.path` (a user's folder below a virtual environment).
+    XLA runs `ptxas` for every kernel. XLA searches ``--xla_gpu_cuda_data_dir``, PATH, ``/usr/local/cuda``,
+    ``/opt/cuda`` and the wheels next to its plugin, but not other wheels on `sys.path` (a user's folder below a virtual
+    environment).
     """
     folders = re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
     toolkits = [f"{root}/bin" for root in (*folders, "/usr/local/cuda", "/opt/cuda")]

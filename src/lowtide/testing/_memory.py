@@ -1,6 +1,6 @@
 """The fixture `device_memory` of the pytest plugin: compile functions, and check the memory in their reports.
 
-A *role* is a name for arguments, such as params. An *owner* is what a buffer belongs to, such as an argument. `Slope`
+A *role* is a name for arguments, such as params. An *owner* is the argument, output or operation of a buffer. `Slope`
 has the bytes of a program at several sizes, and `Ratio` compares two programs. `Limit` has the arguments of the marker
 `device_memory_limit`, which are read before the test. Failed assertions list the largest owners and the changes.
 """
@@ -81,8 +81,8 @@ class DeviceMemory:
         Args:
             fn: the function.
             *args: arguments of the function, or `jax.ShapeDtypeStruct`s.
-            target: the target to compile for; None for the marker's target, or otherwise the local hardware.
-            roles: names of the roles, and the arguments that have them.
+            target: the target to compile for; None for the marker's target, or the local hardware if it has none.
+            roles: role names and their arguments, as in `lowtide.memory.analyze`.
             donate_argnums: as in `jax.jit`.
             static_argnums: as in `jax.jit`.
             **kwargs: keyword arguments of `fn`.
@@ -91,8 +91,8 @@ class DeviceMemory:
             The report.
 
         Raises:
-            AssertionError: when the bytes exceed the limit of the test's marker, with the largest owners at the peak.
-            Exception: as `lowtide.memory.analyze`.
+            AssertionError: when the bytes exceed the limit of the test's marker; the message lists the largest owners.
+            Exception: any exception of `lowtide.memory.analyze`.
 
         Memory:
             None on the target.
@@ -126,7 +126,7 @@ class DeviceMemory:
             role: the role; None for everything on the device.
 
         Raises:
-            AssertionError: with the largest owners.
+            AssertionError: when the role exceeds the size; the message lists the largest owners.
             ConfigError: for an invalid size, or a role that the report does not have.
         """
         __tracebackhide__ = True
@@ -143,8 +143,8 @@ class DeviceMemory:
             sizes: the largest allowed size of every role.
 
         Raises:
-            AssertionError: with the largest owners of every role that is too large.
-            ConfigError: for an invalid size, a role that the report does not have, or no role.
+            AssertionError: when a role exceeds its size; the message lists the largest owners of every such role.
+            ConfigError: for an invalid size, for a role that the report does not have, or when `sizes` is empty.
         """
         __tracebackhide__ = True
         if not sizes:
@@ -171,11 +171,11 @@ class DeviceMemory:
         """Compile a program at several sizes, to assert how its bytes grow.
 
         Args:
-            make: takes a size and returns ``(fn, args)``, ``(fn, args, roles)``, a dict or a `Job`, as for
+            make: function of a size that returns ``(fn, args)``, ``(fn, args, roles)``, a dict or a `Job`, as in
                 `lowtide.memory.extrapolate`.
             sizes: two or more, increasing: numbers of layers, batch sizes, or sequence lengths.
             target: as for a call of this object.
-            role: the role whose bytes at the peak are counted; None for all.
+            role: the role whose bytes at the peak are counted; None for all roles.
             space: the memory space.
             variable: name of one unit of the size, such as ``"layer"``.
 
@@ -183,9 +183,9 @@ class DeviceMemory:
             The slope, with `assert_slope_at_most` and `assert_flat`.
 
         Raises:
-            AssertionError: when one of the programs exceeds the test's marker.
-            ConfigError: for sizes that do not increase, or a role that a report does not have.
-            Exception: any exception of `make`, or as `lowtide.memory.analyze`.
+            AssertionError: when a program exceeds the limit of the test's marker.
+            ConfigError: for sizes that do not increase, or for a role that a report does not have.
+            Exception: any exception of `make` or of `lowtide.memory.analyze`.
         """
         __tracebackhide__ = True
         all_sizes = tuple(sizes)
@@ -210,20 +210,20 @@ class DeviceMemory:
         """Compile two functions, to assert the ratio of their bytes.
 
         Args:
-            numerator: a function of `args`, a report, or anything that `slope` accepts from `make`.
+            numerator: a function of `args`, a report, or any value that `make` of `slope` may return.
             denominator: as `numerator`.
             *args: the arguments of both functions.
             target: as for a call of this object.
-            role: the role whose bytes at the peak are counted; None for all.
-            **options: other arguments of a call: `roles`, `donate_argnums`, keyword arguments.
+            role: the role whose bytes at the peak are counted; None for all roles.
+            **options: further arguments of a call of this object: `roles`, `donate_argnums`, keyword arguments.
 
         Returns:
             The ratio, with `value` and `assert_at_most`.
 
         Raises:
-            AssertionError: when one of the programs exceeds the test's marker.
-            ConfigError: for a side of another type, a role that a report does not have, or arguments when neither side
-                is a function.
+            AssertionError: when a program exceeds the limit of the test's marker.
+            ConfigError: for a numerator or denominator of another type; for a role that a report does not have; or for
+                arguments if neither side is a function.
         """
         __tracebackhide__ = True
         if (args or options) and not (callable(numerator) or callable(denominator)):
@@ -256,12 +256,12 @@ class DeviceMemory:
                 memory. Compilers for absent GPUs have no host memory for arguments, so their reports only show the
                 placement that was declared.
             role: the role.
-            at_least: the fewest bytes of the role on the host; None for any number above 0.
-            copies_at_most: the most bytes at the peak of device copies of the role's arrays, which streaming makes;
-                None for any number.
+            at_least: least bytes of the role on the host; None allows any number above 0.
+            copies_at_most: most bytes at the peak in device copies of the role's arrays, which streaming makes; None
+                allows any number.
 
         Raises:
-            AssertionError: with the largest owners.
+            AssertionError: when the role is not offloaded, or misses a limit; the message lists the largest owners.
             ConfigError: for a target whose reports do not prove placement, an unknown role, or an invalid size.
         """
         __tracebackhide__ = True
@@ -293,16 +293,16 @@ class DeviceMemory:
             raise AssertionError(f"role {role!r} is not offloaded on {goal.name}: {failure}\n{owners}")
 
     def snapshot(self, report: MemoryReport, name: str | None = None, *, tolerance: str | int = 0) -> None:
-        """Compare a report with the snapshot next to the test; ``pytest --memory-snapshot-update`` writes it.
+        """Compare a report with the snapshot next to the test; ``pytest --memory-snapshot-update`` writes the snapshot.
 
         Args:
             report: the report.
-            name: name of this snapshot, for a test with several.
+            name: name of this snapshot, for a test with several snapshots.
             tolerance: allowed difference of device and host bytes, up or down: bytes, or a share such as ``"1 %"``.
 
         Raises:
-            AssertionError: when there is no snapshot for the target and the versions of JAX and its compilers, or the
-                bytes differ; with the difference by owner.
+            AssertionError: when no snapshot exists for the target and the versions of JAX and its compilers; or when
+                the bytes differ by more than `tolerance`, with the differences by owner.
             ConfigError: outside a test, for a name that was already used, or for an invalid tolerance.
             ReportError: when the file is damaged.
         """
@@ -321,7 +321,7 @@ class Slope:
     reports: tuple[MemoryReport, ...]
     """The report at every size."""
     role: str | None = None
-    """The role whose bytes are counted; None for all."""
+    """The role whose bytes are counted; None for all roles."""
     space: str = "device"
     """The memory space whose bytes are counted."""
     variable: str = "unit"
@@ -344,7 +344,8 @@ class Slope:
             limit: bytes per unit, or text such as ``"1 MiB"``.
 
         Raises:
-            AssertionError: with the bytes at every size, and the owners that grew most.
+            AssertionError: when the slope exceeds the limit. The message lists the bytes at every size, and the owners
+                that grew most.
         """
         __tracebackhide__ = True
         allowed = parse_bytes(limit)
@@ -357,11 +358,12 @@ class Slope:
         """Fail when the bytes depend on the size.
 
         Args:
-            tolerance: allowed difference between the largest and the smallest: bytes, or a share of the smallest such
-                as ``"1 %"``.
+            tolerance: allowed difference between the largest and the smallest number of bytes: bytes, or a share of the
+                smallest number such as ``"1 %"``.
 
         Raises:
-            AssertionError: with the bytes at every size, and the owners that grew most.
+            AssertionError: when the bytes differ by more than `tolerance`. The message lists the bytes at every size,
+                and the owners that grew most.
         """
         __tracebackhide__ = True
         low, high = min(self.num_bytes), max(self.num_bytes)
@@ -380,14 +382,14 @@ class Slope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Bytes of one program divided by those of another; returned by `DeviceMemory.ratio`."""
+    """Bytes of one program divided by the bytes of another program; returned by `DeviceMemory.ratio`."""
 
     numerator: MemoryReport
     """Report of the first program."""
     denominator: MemoryReport
     """Report of the second program."""
     role: str | None = None
-    """The role whose bytes are counted; None for all."""
+    """The role whose bytes are counted; None for all roles."""
 
     @property
     def value(self) -> float:
@@ -409,7 +411,8 @@ class Ratio:
             limit: the largest ratio.
 
         Raises:
-            AssertionError: with both sizes, the owners of the first program, and the difference.
+            AssertionError: when the ratio exceeds the limit. The message lists both sizes, the owners of the first
+                program, and the differences.
             ConfigError: when the second program has no bytes of the role.
         """
         __tracebackhide__ = True
@@ -441,7 +444,7 @@ class Limit:
     target: Target | None = None
     """The target that the test compiles for by default."""
     missing: str | None = None
-    """Why the target's compiler is not available here; set only for an optional limit."""
+    """Reason why the target's compiler is not available, for an optional limit; None if it is available."""
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Limit:
@@ -449,11 +452,11 @@ class Limit:
 
         Args:
             *args: the size.
-            **kwargs: the other arguments.
+            **kwargs: `target` and `optional`, or the size by keyword.
 
         Raises:
             ConfigError: for a missing or invalid size, and for an argument of another name or type.
-            TargetError: for an unknown target, or, unless the limit is optional, one whose compiler is not installed.
+            TargetError: for an unknown target; or for a missing compiler of the target, if the limit is not optional.
         """
         arguments = ("size", "target", "optional")
         for key in kwargs:
@@ -487,13 +490,13 @@ def _need_text(subject: str, needed: int, allowed: int) -> str:
 
 
 def _beyond_text(needed: int, allowed: int) -> str:
-    """Format bytes above a limit; if the limit has the same text, append the excess."""
+    """Format bytes above a limit; append the excess if rounding gives both numbers the same text."""
     text = format_bytes(needed)
     return text if text != format_bytes(allowed) else f"{text} ({format_bytes(needed - allowed)} more)"
 
 
 def _tolerated_bytes(tolerance: str | int, total: int) -> int:
-    """Convert a tolerance, a size or a share of `total` such as ``"1 %"``, to bytes; raise `ConfigError` for others."""
+    """Return a tolerance in bytes: a size, or a share of `total` such as ``"1 %"``; `ConfigError` for other text."""
     share = _PERCENT.fullmatch(tolerance) if isinstance(tolerance, str) else None
     if share is not None:
         return int(float(share[1]) / 100 * total)
@@ -537,7 +540,7 @@ def _difference_text(before: MemoryReport, after: MemoryReport, *, top: int = 8)
 
 
 def _role_bytes(report: MemoryReport, role: str | None, space: str = "device") -> int:
-    """Return the bytes at the peak of one role, or of all; raise `ConfigError` for a role that the report lacks."""
+    """Return the bytes at the peak of one role (None: all roles); `ConfigError` for a role that the report lacks."""
     _check_role(report, role)
     peak = report.host_peak if space == "host" else report.peak
     return sum(b.num_bytes for b in peak if role is None or b.role == role)
@@ -559,13 +562,13 @@ def _check_role(report: MemoryReport, role: str | None) -> None:
 
 
 class Snapshots:
-    """The snapshots of one test; mutable: it records which ones the test has taken.
+    """The snapshots of one test; mutable: the object records which snapshots the test has taken.
 
     Args:
         folder: the folder of the snapshots.
         test: the name of the test, a part of file names.
         update: whether to write snapshots that are missing or differ.
-        on_write: called with the file and ``made`` or ``updated``.
+        on_write: function that is called after a write, with the file's path and ``made`` or ``updated``.
     """
 
     def __init__(self, folder: Path, test: str, *, update: bool, on_write: Callable[[str, str], None]) -> None:
@@ -592,7 +595,7 @@ class Snapshots:
         """Compare a report with its snapshot, or write the snapshot.
 
         Raises:
-            AssertionError: when there is no snapshot, or it differs by more than the tolerance.
+            AssertionError: when there is no snapshot, or the bytes differ by more than the tolerance.
             ConfigError: for a name that was already used, or an invalid tolerance.
             ReportError: when the file is damaged.
         """
@@ -632,7 +635,7 @@ def _changes(before: MemoryReport, now: MemoryReport, tolerance: str | int) -> l
 
 
 def _after_text(old: int, new: int) -> str:
-    """Format the new size; if the old one has the same text, append the difference."""
+    """Format the new size; append the difference if rounding gives both sizes the same text."""
     text = format_bytes(new)
     return text if text != format_bytes(old) else f"{text} ({new - old:+,} B)"
 

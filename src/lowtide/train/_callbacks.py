@@ -144,7 +144,7 @@ class Callback:
         """Run before step `step`, counted from 0."""
 
     def on_step_end(self, trainer: TrainerView, step: int) -> None:
-        """Run after a step; `step` steps are taken so far. The device may still be computing the last one."""
+        """Run after a step; `step` steps are taken so far. The device may still compute the last step."""
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Run when the host has read the values of a step or of an evaluation.
@@ -287,7 +287,7 @@ class Profile(Callback):
             self._end_step = -1
 
     def on_step_begin(self, trainer: TrainerView, step: int) -> None:
-        """Start the profile before its first step, unless one was already started."""
+        """Start the profile before its first step, unless a profile was already started."""
         if self._end_step < 0 and step >= self.first:
             subfolder = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
             jax.profiler.start_trace(str(self.directory / subfolder))
@@ -334,7 +334,7 @@ class _Monitor(Callback):
 
     @property
     def is_immediate(self) -> bool:
-        """Whether the monitored value is that of a step, not of an evaluation; see `Callback`."""
+        """Whether the monitored value belongs to steps, not to evaluations; see `Callback.is_immediate`."""
         return not self.monitor.startswith("eval_")
 
     def on_plateau(self, trainer: TrainerView) -> None:
@@ -383,12 +383,12 @@ class EarlyStopping(_Monitor):
 
     Args:
         monitor: name of the value in the records, such as ``eval_loss``.
-        patience: number of tolerated records without improvement; the next one stops the run, one later than in Keras.
+        patience: tolerated number of records without improvement; one more stops the run. Keras stops a record earlier.
         min_delta: a change has to exceed this to count as an improvement.
         mode: whether less (``"min"``) or more (``"max"``) is better.
 
     Raises:
-        ConfigError: for another `mode` or a negative number; during a run, when no record has the value.
+        ConfigError: for an unknown `mode` or a negative number; during a run, when no record has the value.
 
     Examples:
         >>> EarlyStopping("eval_loss", patience=3).best
@@ -422,21 +422,21 @@ class ReduceOnPlateau(_Monitor):
 
     The rate is part of the optimizer's state, so it is saved and restored with the state, and no step is recompiled.
     So ``on_nan="roll_back"`` also restores the learning rate of the copy.
-    For a rate that depends only on the number of steps, use a schedule of Optax instead. For one that depends on the
+    For a rate that depends only on the number of steps, use a schedule of Optax instead. For a rate that depends on the
     loss of every training step, `optax.contrib.reduce_on_plateau` works inside the step.
 
     Args:
         monitor: name of the value in the records, such as ``eval_loss``.
         factor: the rate is multiplied by this number between 0 and 1.
-        patience: number of tolerated records without improvement; the next one reduces, one later than in Keras.
+        patience: tolerated number of records without improvement; one more reduces. Keras reduces a record earlier.
         min_delta: a change has to exceed this to count as an improvement.
         mode: whether less (``"min"``) or more (``"max"``) is better.
         cooldown: number of records after a reduction that are not counted.
         minimum: lower bound of the rate.
 
     Raises:
-        ConfigError: for another `mode` or a number out of range; during a run, when no record has the value, or when
-            the rate cannot be changed because the optimizer was not made with `optax.inject_hyperparams`.
+        ConfigError: for an unknown `mode` or a number out of range. When a run begins, for an optimizer without a
+            constant floating-point rate of `optax.inject_hyperparams`. During a run, when no record has the value.
 
     Examples:
         >>> tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)

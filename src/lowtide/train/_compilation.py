@@ -68,9 +68,9 @@ from ._step import (
 
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 _MAX_ATTEMPTS = 3
-"""Number of smaller schedules to try. One may not be enough: each needs a different amount while a pass runs."""
+"""Number of smaller schedules to try: only compilation shows how much memory a schedule needs while a pass runs."""
 _MAX_TIME_SHARE = 0.99
-"""Largest share of the default's time that a schedule with more memory may take; else a compilation is not worth it."""
+"""A schedule that uses more memory is compiled only if it takes at most this share of the default schedule's time."""
 
 
 class CompiledStep:
@@ -158,7 +158,7 @@ class CompiledStep:
 
     @contextlib.contextmanager
     def dispatch(self, batch: Tree) -> Generator[Tree]:
-        """Dispatch one step, and delay signals until the end of a block that gets its metrics as device arrays."""
+        """Dispatch a step; delay signals until the end of the ``with`` block, which gets the metrics on the device."""
         self._store.refuse_averaged("a step")
         self._store.borrow()
         on_device = self.place(batch)
@@ -279,8 +279,8 @@ class _Trial(NamedTuple):
 def _choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], _Trial], arrays: Tree, batch: Tree) -> _Trial:
     """Return a trial of the step, or of the step with another schedule that fits the device's memory better.
 
-    If `step` does not fit, the new schedule keeps fewer bytes between passes; if no attempt fits, the smallest one is
-    returned. If memory is left, the new schedule ends sooner.
+    If `step` does not fit, the new schedule keeps fewer bytes between passes; if no trial fits, the smallest trial is
+    returned. If memory is left, the new schedule takes less time.
     """
     best = default = build(step)
     if default.free_bytes is None:
@@ -306,7 +306,10 @@ def _choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], _Trial]
 
 
 def _reschedule(trial: _Trial, extra_bytes: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
-    """Return the step and report of a schedule that keeps at most `extra_bytes` (also negative) more, or None."""
+    """Return a step with a schedule that keeps at most `extra_bytes` more than that of `trial`, and its report.
+
+    `extra_bytes` may be negative. Return None if no such schedule exists.
+    """
     assert isinstance(trial.step, PipelineStep)
     counted, compiled = (trial.step.report(arrays, batch, memory).waiting_bytes for memory in (None, trial.report))
     # A schedule counts arrays as whole even where the compiler shards them, so the limit is scaled to that count.

@@ -1,7 +1,7 @@
 """Training data: the position of a run in its batches, batches of arrays, and weights of examples.
 
 Data is either indexed by step number or an iterable that is read once per epoch. Data by step number resumes at any
-step. An iterator resumes from its own state if it has one (``get_state`` of Grain). Otherwise the batches that were
+step. An iterator with a state (``get_state`` of Grain) resumes from it. For any other iterator, the batches that were
 already used are skipped.
 """
 
@@ -86,7 +86,7 @@ class DataCursor:
             self.close()
 
     def end_after_rollback(self, position: Mapping[str, Any] | None) -> None:
-        """End the run after a rollback to the restored `position`, from which its iterator cannot continue."""
+        """End the run after a rollback to the restored `position`, from which the iterator cannot continue."""
         self._end_position, self._is_rolled_back = position, True
         self.close()
 
@@ -145,7 +145,7 @@ class DataCursor:
         return min((end for end in ends if end is not None), default=None)
 
     def start(self, step: int, position: Mapping[str, Any] | None = None) -> None:
-        """Move to the batch after `step` steps; `position` was saved there, if any. Raise `DataError` on failure."""
+        """Go to the batch after `step` steps, with a saved `position` if there is one. Raise `DataError` on failure."""
         if self._is_indexed:
             if self._length:
                 self.epoch, self._index_in_epoch = divmod(step, self._length)
@@ -283,7 +283,7 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
         ConfigError: when Grain is not installed.
 
     Memory:
-        NumPy arrays are not copied; JAX arrays on an accelerator are copied to the host. Batches are gathered singly.
+        NumPy arrays are not copied; JAX arrays on an accelerator are copied to the host. One batch is made at a time.
 
     Examples:
         >>> data = array_data({"x": np.arange(6.0), "y": np.arange(6)}, batch_size=2, seed=None)

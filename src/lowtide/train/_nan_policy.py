@@ -42,14 +42,14 @@ class NonFinitePolicy:
         self.has_rolled_back = False
         """Whether the run ends at a restored copy of an earlier state."""
         self._initially_nonfinite: frozenset[str] | None = None
-        """Trainable leaves that were not finite when the run began, and so are ignored; None before that."""
+        """Trainable leaves that were not finite when the run began, and so are ignored; None before the run begins."""
         self._checked_step = store.step
         """Step at which weights were last checked."""
         self._num_failures = 0
         """Number of steps in a row whose loss or gradients are not finite."""
         self._num_rollbacks, self._rollback_steps = 0, (-1, -1)
-        """Number of rollbacks to the same weights. `_rollback_steps` has the step of the restored copy, and the step at
-        which the run continued: a checkpoint saved there holds the same weights."""
+        """Number of rollbacks to the same weights. `_rollback_steps` holds the step of the restored copy, and the step
+        at which the run continued. A checkpoint of either step holds these weights."""
 
     def begin(self) -> None:
         """Record the trainable leaves that are not finite at the beginning of the run."""
@@ -90,8 +90,8 @@ class NonFinitePolicy:
     def _react(self, step: int, name: str, value: float) -> int | None:
         """Apply `on_nan` to a value that is not finite, and return the step of the restored copy, or None.
 
-        None means that the run continues with its state. If it cannot continue, it raises `NonFiniteError`, and first
-        restores a copy if the weights contain the bad update.
+        None means that the run continues with its state. If the run cannot continue, raise `NonFiniteError`. Before
+        that, restore a copy if the weights contain the bad update.
         """
         self._num_failures += 1
         if self._on_nan == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
@@ -134,11 +134,10 @@ class NonFinitePolicy:
     # --- after an exception ----------------------------------------------------------------------------------------
 
     def handle_last_step(self, error: BaseException, step: int, values: Mapping[str, float], *, is_alone: bool) -> None:
-        """Restore a copy if a pending step has applied an update from a loss or gradients that are not finite.
+        """Restore a copy, and mark the run as rolled back, if a pending step's loss or gradients are not finite.
 
-        It applies to an `on_nan` of ``"abort"`` and ``"roll_back"``, if steps do not drop such updates. The run is then
-        marked as rolled back. With several processes (`is_alone` is false) it is only marked, because one process
-        cannot restore alone.
+        Do nothing if `on_nan` is ``"skip"`` or ``"ignore"``, or if steps drop such updates. With several processes
+        (`is_alone` is false), only mark the run, because one process cannot restore alone.
         """
         names = _nonfinite_names(values)
         if names and self._on_nan in ("abort", "roll_back") and not self._is_guarded:

@@ -106,6 +106,6 @@ def find_learning_rates(opt_state: Tree, field_name: str = "hyperparams") -> lis
 
 
 def learning_rate_metric(opt_state: Tree) -> dict[str, Any]:
-    """Return the metric ``learning_rate``, or {} unless the optimizer's state has exactly one and it is a scalar."""
+    """Return the metric ``learning_rate`` if the optimizer's state has exactly one rate and it is scalar; else {}."""
     matches = find_learning_rates(opt_state)
     return {"learning_rate": matches[0][1]} if len(matches) == 1 and matches[0][1].ndim == 0 else {}

@@ -1,4 +1,4 @@
-"""Progress output of `Trainer.fit`: the bytes of the step, evaluations, and a bar on a terminal or else some losses."""
+"""Progress output of `Trainer.fit`: the bytes of the step, evaluations, and a bar, or losses without a terminal."""
 
 from __future__ import annotations
 

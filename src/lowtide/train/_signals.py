@@ -102,7 +102,7 @@ class _Delay:
 
 
 def delay_signals() -> contextlib.AbstractContextManager[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block; other threads than the main one never receive them."""
+    """Delay Ctrl-C and SIGTERM until the end of the block; threads other than the main thread never receive them."""
     if threading.current_thread() is not threading.main_thread():
         return contextlib.nullcontext()
     handlers = [_get_handler(number) for number in _SIGNALS]
@@ -126,7 +126,7 @@ class SigtermMonitor:
     Mutable: the signal and the stages of a run change it.
 
     Several processes that end together (`is_alone=False`) first call `jax.distributed.shutdown`, as at a normal end.
-    Otherwise the first process to end would make JAX abort the others, and they would report a failure.
+    Without this call, JAX would abort the other processes when the first one ends, and they would report a failure.
     """
 
     def __init__(self, *, is_alone: bool = True) -> None:
@@ -164,7 +164,7 @@ class SigtermMonitor:
         self._is_final_wait = True
 
     def wait_for_data(self, wait: Callable[[], T]) -> T:
-        """Call a function that waits for data; raise `TerminationRequested` if the signal arrives or has arrived."""
+        """Call `wait` to wait for data; a single process raises `TerminationRequested` once the signal has arrived."""
         # With several processes, nothing is raised, because one cannot leave the others. A second signal ends it.
         self._is_waiting = True
         try:

@@ -63,7 +63,7 @@ class TrainStateStore:
         """Everything that a step changes."""
         self.frozen: Tree = frozen
         self.is_edited = False
-        """Whether the weights were replaced by others that no run has evaluated."""
+        """Whether the user has replaced the weights, and no run has evaluated the new weights."""
         self.is_averaged = False
         """Whether the trainable leaves are replaced by their average."""
         self._is_lent = False
@@ -89,7 +89,7 @@ class TrainStateStore:
         self.state = state
 
     def replace(self, state: Any, *, is_running: bool) -> None:
-        """Replace the state by one from the user; while a run takes steps, the step number must not change."""
+        """Replace the state by the user's state; while a run takes steps, the step number must not change."""
         self.refuse_averaged("setting state")
         if not isinstance(state, TrainState):
             hint = "dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)"

@@ -69,7 +69,7 @@ class TrainState:
     opt_state: Tree
     """State of the optimizer for the trainable leaves."""
     mutable: Tree = None
-    """The same tree with only leaves that the model itself changes, such as batch statistics; `None` elsewhere."""
+    """The model's tree with only leaves that the model itself changes, such as batch statistics; `None` elsewhere."""
 
 
 def multi_device_sharding(leaf: Any) -> Any:
@@ -318,7 +318,7 @@ def _update_if_finite(is_finite: Any, advance: Callable[..., Tree], state: Tree,
 
 
 class LayerStep(TrainingStep):
-    """A step that updates each layer before it computes the gradients of the next; `loss_fn` is for evaluations.
+    """A step that updates each layer before it computes the next layer's gradients; `loss_fn` is for evaluations.
 
     Mutable: `guard` completes it before the first step.
     """
@@ -432,7 +432,7 @@ def with_outer_and_layers(model: Any, outer: Tree, layers: Tree) -> Any:
 
 
 def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
-    """Return those of the values, such as ``key`` and ``training``, that a function takes by name."""
+    """Return the `values`, such as ``key`` and ``training``, that a function takes by name; leave out all others."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # a builtin
@@ -444,7 +444,7 @@ def accepted_keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
     """Return the three values of a loss function: a scalar, metrics, and the model's arrays after the call.
 
-    `result` is ``loss``, ``(loss, metrics)`` or ``(loss, metrics, model)``. Without a model, the third is `arrays`.
+    `result` is ``loss``, ``(loss, metrics)`` or ``(loss, metrics, model)``. Without a model, the arrays are `arrays`.
     """
     parts = result if isinstance(result, tuple) else (result, {})
     if len(parts) == 3 and not has_mutable:

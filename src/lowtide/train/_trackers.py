@@ -36,7 +36,7 @@ def _writing(path: Path, kind: str) -> Generator[None]:
 
 
 class JsonlLogger(Callback):
-    """Write every record as a line of JSON; numbers that are not finite become null, because JSON has none.
+    """Write every record as a line of JSON; numbers that are not finite become null, as JSON has no such numbers.
 
     Mutable: it stores whether this process writes.
 
@@ -77,7 +77,7 @@ class JsonlLogger(Callback):
 
 
 class Scalars(Callback):
-    """Pass every value of the records to a writer: TensorBoard's, or anything with ``add_scalar(name, value, step)``.
+    """Pass every value of the records to a writer: any object with ``add_scalar(name, value, step)``, or a W&B run.
 
     Args:
         writer: for example a ``SummaryWriter(folder)`` of tensorboardX or of torch.utils.tensorboard; or a run of
@@ -120,8 +120,8 @@ class TensorBoard(Callback):
     Mutable: it holds the open file.
 
     A resumed run writes into the same folder, and TensorBoard then hides the old values of steps that are repeated.
-    The last values before a process is killed may be missing; those of `JsonlLogger` are not. `Scalars` supports other
-    writers.
+    If the process is killed, the last values may be missing; a `JsonlLogger` writes every value at once. `Scalars`
+    supports other writers.
 
     Args:
         directory: folder of the event files.
@@ -180,17 +180,17 @@ class Tracker(Callback):
         project: project of the tracker's run.
         name: name of the run; by default the name of the folder.
         config: settings to show with the run.
-        values: a function from a record to the values that are written; by default all values are.
+        values: a function from a record to the values that are written; by default all values are written.
 
     Raises:
-        ConfigError: for another `library`, or one that is not installed; when the tracker of a new run cannot start.
+        ConfigError: for a `library` that is unknown or not installed; when the tracker of a new run cannot start.
         OutputError: when a run begins and `directory` cannot be written.
 
     Examples:
         >>> tracker = Tracker("tensorboard", "runs/mine")
 
     Memory:
-        None on a device; on the host the library's own buffers.
+        None on a device. On the host, the buffers of the library.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Trainer:
         num_microbatches: number of parts into which a batch is split for gradient accumulation.
         weight: a function of a batch that returns its weight in means over microbatches and evaluations, such as the
             number of target tokens. By default 1, and in evaluations the number of rows of the batch's first array.
-            A layerwise step or a pipeline may have its own instead.
+            A layerwise step or a pipeline may have a weight function instead.
         compute_dtype: ``"bfloat16"`` for mixed precision: float32 leaves of the model and of the batch, labels
             included, are cast to this dtype for `loss_fn` and for functions of `predict`. Trainable leaves, their
             gradients, the optimizer and `mutable` leaves keep their dtypes. The loss, metrics and predictions are
@@ -108,11 +108,11 @@ class Trainer:
             ``mixed_bfloat16``. By default nothing is cast.
         seed: seed of the keys for `loss_fn`; a key depends only on the seed, the step and the microbatch.
         on_nan: what to do when loss or gradients are not finite. ``"abort"`` drops the update of the step and raises.
-            ``"skip"`` drops the update and continues; the hundredth in a row raises. ``"roll_back"`` restores the last
-            copy of the state, each copy at most three times, and continues with the next batches. ``"ignore"`` does
-            nothing. In three cases ``"abort"`` restores the last copy before it raises: optimizer state on the host,
-            whose updates cannot be dropped; a layerwise step; an update that made weights non-finite.
-            `layerwise_step` explains how it skips.
+            ``"skip"`` drops the update and continues; the hundredth such step in a row raises. ``"roll_back"`` restores
+            the last copy of the state, each copy at most three times, and continues with the next batches.
+            ``"ignore"`` does nothing. In three cases ``"abort"`` restores the last copy before it raises: optimizer
+            state on the host, whose updates cannot be dropped; a layerwise step; an update that made weights
+            non-finite. `layerwise_step` explains how it skips.
         rollback: whether to keep one copy of the state on the host, made at the start of `fit` and after each epoch.
             It replaces a state that was donated to a failed step. No copy is made of a state that a checkpoint holds.
         checkpoint_dir: folder for checkpoints of the trainable state; without it none are written.
@@ -123,7 +123,7 @@ class Trainer:
         budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all bytes of the device. Larger
             steps are refused, and a pipeline's schedule is chosen within the budget.
         sharding: how arrays and batches are sharded over devices, in one process or many. By default arrays stay where
-            they are, and batches go to the default device. With a pipeline, batches are sharded along the other axes.
+            they are, and batches go to the default device. With a pipeline, batches are not sharded along ``stage``.
         pipeline: for a model of ``outer`` and ``layers``: a schedule that trains the layers in stages, along the mesh
             axis ``stage``. For a model without a ``stack``, or for other options: the result of
             `lowtide.pipeline.value_and_grad`. The stack defines the loss, so `loss_fn` has to be None; the schedule
@@ -270,7 +270,7 @@ class Trainer:
         Raises:
             StructureError: when a leaf has another shape or dtype, or paths or containers differ.
             SelectionError: when a trainable or mutable array is also at another path.
-            ConfigError: for a layerwise step, and for a mutable object, which you change itself.
+            ConfigError: for a layerwise step, and for a mutable object, which you change directly.
             StateError: inside of `averaged`, or for arrays that were donated.
         """
         self._store.update(model)
@@ -338,7 +338,7 @@ class Trainer:
             OutOfMemoryError: for a step that needs more than `budget`, with the largest arrays and remedies.
 
         Memory:
-            None on the device. A pipeline that adapts compiles up to four times; for an error, the step compiles again.
+            None on the device. A pipeline that adapts compiles up to four times; an error takes one more compilation.
         """
         return self._compiled.preflight(batch)
 
@@ -405,7 +405,7 @@ class Trainer:
             eval_data: batches for held-out evaluation, at the first and last step and every `eval_every` steps.
             eval_every: steps between evaluations; by default one evaluation after every epoch.
             checkpoint_every: steps between checkpoints. With a `checkpoint_dir` the last step is saved, too. After an
-                exception, only a single process saves, and only if no earlier state was restored.
+                exception, only a run of one process saves, and only if no earlier state was restored.
             callbacks: their hooks are called for every event.
             on_record: called with every record as soon as its values are known.
             progress: print the step's bytes, evaluations, and a progress bar (without a terminal, some losses) to
@@ -418,9 +418,9 @@ class Trainer:
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
-            ConfigError: without `num_steps` and `num_epochs`; for an invalid number or callback; for `checkpoint_every`
-                without a `checkpoint_dir`; for `eval_every` or `best` without `eval_data`; when evaluations lack the
-                value `best`.
+            ConfigError: with neither `num_steps` nor `num_epochs`; for an invalid number or callback; for
+                `checkpoint_every` without a `checkpoint_dir`; for `eval_every` or `best` without `eval_data`; when
+                evaluations lack the value `best`.
             OutOfMemoryError: for a step that needs more than `budget`; JAX's own error gets the same explanation in a
                 note.
             OutputError: when the `checkpoint_dir` holds a later step, or a checkpoint cannot be written.
@@ -523,7 +523,7 @@ class Trainer:
                 self._finish_run(session)
 
     def _finish_run(self, session: Session) -> None:
-        """Keep the parts of an ended run that the next one needs."""
+        """Keep the parts of an ended run that the next run needs."""
         self._is_stopped, self._last_cursor = session.is_stopped, session.final_cursor or self._last_cursor
         self._session = None
         self._store.give_back()
@@ -532,8 +532,8 @@ class Trainer:
         """Start to write a checkpoint of the state, with the position in the data and the states of callbacks.
 
         Returns:
-            False if this step is saved already. True if a checkpoint is written: for a new step, or for an old one
-            whose weights were changed since.
+            False if this step is saved already. True if a checkpoint is written: for a new step, or for a saved
+            step whose weights were changed since.
 
         Raises:
             ConfigError: without a `checkpoint_dir`.
@@ -556,14 +556,14 @@ class Trainer:
             Step of the loaded checkpoint, or None when no checkpoint exists yet and `step` is None.
 
         Raises:
-            ConfigError: without a `checkpoint_dir`; with both arguments; when there is no checkpoint of `step`, or
-                none was evaluated.
-            StructureError: when the checkpoint has other trainable leaves, or was trained over other frozen ones.
+            ConfigError: without a `checkpoint_dir`; with `step` and `best`; when there is no checkpoint of `step`;
+                with `best`, when no checkpoint was evaluated.
+            StructureError: when the checkpoint has other trainable leaves, or was trained over other frozen leaves.
             StateError: when no checkpoint can be read; inside of `averaged`; in a callback while `fit` takes steps.
 
         Warns:
-            UserWarning: for each damaged checkpoint (the previous one is tried next), when damaged ones are renamed,
-                and when JAX's random settings differ from those of the run that wrote the checkpoint.
+            UserWarning: for each damaged checkpoint (the checkpoint before it is tried next); when damaged checkpoints
+                are renamed; when JAX's random settings differ from those of the run that wrote the checkpoint.
 
         Memory:
             The state's arrays are deleted before those of the checkpoint are read, so there are never two copies on the
@@ -676,7 +676,7 @@ def _choose_step(
     sharding: ShardingRules | None,
     pipeline: Schedule | Pipeline | None,
 ) -> tuple[TrainingStep, Callable[[Tree], Any] | None, ShardingRules | None, int]:
-    """Return the training step, and the weight, sharding and number of microbatches to use; as in `Trainer`."""
+    """Return the training step, weight, sharding and number of microbatches to use; arguments as in `Trainer`."""
     if weight is not None and not callable(weight):
         raise ConfigError(f"weight must be a function of a batch that returns a number, not {shown(weight)}")
     _check_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)

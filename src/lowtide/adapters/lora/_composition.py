@@ -184,7 +184,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         weights: a factor for the corrections of each model; None means 1 for each.
 
     Returns:
-        A model with adapters on every weight that has one in any of the models; the base is that of the first.
+        A model with an adapter on every weight that has an adapter in any of the models; the base is the first model's.
 
     Raises:
         ConfigError: when there are no models, or `weights` does not hold one number per model.
@@ -260,7 +260,7 @@ def _check_models(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
 
 
 def _check_base(path: str, base: Any, next_base: Any, *, is_adapted: bool) -> None:
-    """Check that a leaf is the same in two models, of which any may have an adapter on it (`is_adapted`)."""
+    """Check that a leaf is the same in two models; `is_adapted` is True if any model has an adapter on the leaf."""
     if base is next_base or not (hasattr(base, "shape") or hasattr(next_base, "shape")):
         return
     kinds = [_describe(leaf) for leaf in (base, next_base)]

@@ -69,7 +69,7 @@ def check_expert_file(path: Path, site: Site, config: PeftConfig, num_adapted: i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """An external parameter, which holds all experts of a layer, and the sites of the weights in it."""
+    """A parameter of the external library that holds all experts of a layer, and the sites of its weights."""
 
     name: str
     """Its external name, with ``{layer}``."""
@@ -78,7 +78,7 @@ class Parameter:
     is_transposed: bool
     """Whether the parameter and the weights at the sites store experts as [in, out]."""
     wrappers: int = 0
-    """Number of PEFT's wrappers, for other parameters of its module, around its own wrapper."""
+    """Number of PEFT's wrappers around the wrapper of this parameter, each for another parameter of its module."""
 
     @property
     def names(self) -> list[str]:
@@ -93,7 +93,7 @@ class Parameter:
 
 
 def expert_parameters(model: Tree) -> list[Parameter]:
-    """Return the parameters that a model declares by ``expert_parameters``, in its order."""
+    """Return the parameters that a model declares in its attribute ``expert_parameters``, in the same order."""
     module_lists: Mapping[str, Sequence[str]] = getattr(model, "expert_parameters", {})
     by_module = {site.module: site for site in sites(model) if site.is_experts}
     parameters: list[Parameter] = []
@@ -115,12 +115,12 @@ def _set_wrappers(chosen: Sequence[Parameter]) -> list[Parameter]:
 
 
 def written_parameters(model: Tree) -> list[Parameter]:
-    """Return the adapted parameters to write as `target_parameters`, because their experts are not external modules."""
+    """Return the adapted parameters that are written as `target_parameters`: their experts are not external modules."""
     return _set_wrappers([item for item in expert_parameters(model) if item.is_transposed and is_adapted(item)])
 
 
 def parameter_entries(model: Tree, kind: AdapterKind) -> tuple[dict[str, Any], dict[str, np.ndarray], set[int]]:
-    """Return entries for `describe`, tensors, and site indices of experts that are written as one parameter."""
+    """Return, for experts that are written as one parameter: entries for `describe`, tensors by name, site indices."""
     entries: dict[str, Any] = {}
     tensors: dict[str, np.ndarray] = {}
     indices: set[int] = set()
@@ -140,8 +140,8 @@ def parameter_entries(model: Tree, kind: AdapterKind) -> tuple[dict[str, Any], d
 def parameter_patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return ``rank_pattern`` and ``alpha_pattern`` with entries for parameters in which PEFT joins experts' modules.
 
-    `config` holds the contents of `adapter_config.json` for modules. New entries come first, and only where PEFT would
-    derive another rank or alpha. The result is empty for kinds other than LoRA.
+    `config` holds the contents of `adapter_config.json` for modules. New entries come first. A parameter gets an entry
+    only if PEFT would derive a wrong rank or alpha. The result is empty for kinds other than LoRA.
     """
     if "rank_pattern" not in config:
         return {}
@@ -178,7 +178,7 @@ def is_adapted(parameter: Parameter) -> bool:
 
 
 def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
-    """Return the parameters in `target_parameters`, which must name all layers, and nothing in `modules_to_save`."""
+    """Return the parameters that `target_parameters` names: in all layers, and none that `modules_to_save` names."""
     entries: Sequence[str] = config.file.target_parameters or () if config.is_lora else ()
     parameters = expert_parameters(model)
     all_names = [name for parameter in parameters for name in parameter.names]

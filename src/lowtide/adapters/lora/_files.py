@@ -2,7 +2,7 @@
 
 An adapter of an embedding [V, D], whose rows are looked up, is a `LoRAWeight` with A [r, D] and B [V, r]. PEFT calls Bᵀ
 ``lora_embedding_A`` [r, V] and Aᵀ ``lora_embedding_B`` [D, r]. If an embedding or a head has an adapter, PEFT also
-writes its frozen weight to the file. `load` checks that this weight equals that of the model.
+writes its frozen weight to the file. `load` checks that this weight equals the weight of the model.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def save(
         model: a model with adapters.
         directory: the folder to write into; older files of these two names are replaced.
         base_model_name_or_path: where the base model is, for readers that want to load it.
-        task_type: PEFT's name of the kind of model; None makes it a plain `PeftModel`.
+        task_type: PEFT's name of the kind of model; with None, PEFT loads a plain `PeftModel`.
 
     Raises:
-        StructureError: when there is no adapter, one has shapes without values, two modules have the same name, or
-            adapters are of several kinds.
+        StructureError: when there is no adapter, an adapter has shapes without values, two modules have the same name,
+            or adapters are of several kinds.
         OutputError: when the folder cannot be written; nothing half-written remains.
 
     Memory:
@@ -188,8 +188,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     trained as a whole (`modules_to_save`, biases), and embeddings that PEFT resized. Loaded adapters can train further.
 
     Args:
-        model: the base model, or one that has adapters of the same kinds and ranks on the same modules, whose values
-            are then replaced.
+        model: the base model. It may already have adapters of the same kinds and ranks on the same modules; then their
+            values are replaced.
         directory: the folder with `adapter_config.json` and `adapter_model.safetensors`.
 
     Returns:
@@ -206,7 +206,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             when tensors of image modules, which the model lacks, are ignored.
 
     Memory:
-        The adapters in float32, as in `add`; on the host, twice those of one weight.
+        The adapters in float32, as in `add`; on the host, two copies of one weight's adapter.
 
     Examples:
         >>> import tempfile
@@ -331,7 +331,7 @@ def _refuse_duplicate(site: Site, name: str, entries: Mapping[str, Any]) -> None
 
 
 def _names_by_site(model: Tree) -> dict[int, list[str]]:
-    """Return the external names, one per layer, of every site that has them and can have an adapter."""
+    """Return the external names, one per layer, of every site that has such names and can have an adapter."""
     names: dict[int, list[str]] = {}
     for site in sites(model):
         if site.is_matrix or site.is_experts:
@@ -343,7 +343,7 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
 
 
 def _adapter_mask(names: Sequence[str], config: PeftConfig, keys: set[str], site: Site) -> list[bool]:
-    """Return whether files have an adapter for each layer of a weight, and for each expert of a layer."""
+    """Return for each layer of a weight, and for each expert of a layer, whether files have an adapter."""
     mask = [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
     # Experts that are one parameter in PEFT are no modules there, but `target_modules` may match their names.
     if config.file.target_modules is None or (site.is_experts and not any(mask)):
@@ -378,10 +378,10 @@ def _check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftC
 
 
 def _stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]) -> dict[str, Site | None]:
-    """Return the names of tensors that are an embedding or a head without an adapter; PEFT stores resized ones.
+    """Return the names of tensors that are an embedding or a head without an adapter; PEFT writes them after a resize.
 
-    Each name has its site in `tables`, or None for the second use of a tied embedding. The result is empty for a model
-    without the method ``with_vocabulary``, which changes the number of rows.
+    Each name maps to its site in `tables`, or to None for the second use of a tied embedding. The result is empty for a
+    model without the method ``with_vocabulary``, which changes the number of rows.
     """
     if not hasattr(model, "with_vocabulary"):
         return {}
@@ -403,7 +403,7 @@ def _read_table(file: TensorFile, key: str, site: Site) -> Any:
 
 
 def _check_base(file: TensorFile, site: Site, key: str) -> None:
-    """Check that a frozen weight in a file equals that of the model.
+    """Check that a frozen weight in a file equals the weight of the model.
 
     Quantised weights, shapes without values, and weights that other processes hold in part are not compared.
     """

@@ -84,7 +84,7 @@ class IA3Weight(ScaledWeight, AdapterWeight):
 
     @property
     def summary(self) -> str:
-        """The kind with what it scales, for messages."""
+        """The kind, and whether it scales inputs or outputs, for messages."""
         return f"{self.NAME} on {'inputs' if self.feedforward else 'outputs'}"
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -105,7 +105,7 @@ class IA3Weight(ScaledWeight, AdapterWeight):
         return y * expand_like(self._scale_vector(), y)
 
     def linear_with_bias(self, x: Float[Array, "*batch in"], bias: Float[Array, " out"]) -> Float[Array, "*batch out"]:
-        """Compute l * (x Wᵀ + b), or (l * x) Wᵀ + b with `feedforward`; l also scales b, a part of the outputs."""
+        """Compute l * (x Wᵀ + b), where l scales b as a part of the outputs; with `feedforward`, (l * x) Wᵀ + b."""
         if self.feedforward:
             y = self.linear(x)
             return y + expand_like(bias, y)

@@ -79,8 +79,9 @@ def eva(
         The model with a `LoRAWeight` in place of each target.
 
     Raises:
-        ConfigError: for another `init`, a number of passes below 1, and no batch; and as `add`.
-        StructureError: for a target that is not a matrix [out, in] in `fn`, or does not affect the loss; and as `add`.
+        ConfigError: for another `init`, a number of passes below 1, and empty `batches`; and as `add`.
+        StructureError: for a target that is an embedding, or neither a matrix nor a stack of matrices. Also for a
+            target that `fn` multiplies as [in, out], or whose inputs do not affect the loss; and as `add`.
         SelectionError: as `add`.
         NonFiniteError: when inputs are not finite numbers.
 
@@ -98,6 +99,9 @@ def eva(
         >>> node = eva({"w": jnp.ones((2, 3))}, config, loss, [x], key=jax.random.key(0))["w"]
         >>> jnp.abs(node.lora_a).round(3).tolist()
         [[0.6000000238418579, 0.0, 0.800000011920929]]
+
+    References:
+        Paischer et al., "One Initialization to Rule them All" (arXiv:2410.07170).
     """
     check_type("config", config, Config, "a lt.lora.Config")
     if config.init != "peft":
@@ -170,7 +174,7 @@ class _SketchedWeight(ScaledWeight):
     seed: Any
     """Ω, [in, k] or stacked [L, in, k], float32."""
     sketch: Any
-    """The leaf whose gradient is XᵀX Ω, of the same shape."""
+    """The leaf whose gradient is XᵀX Ω, of the shape of `seed`."""
 
     __array_ufunc__ = None
 
@@ -252,7 +256,7 @@ def loftq(
         format: format of the quantised weights, as for `lowtide.quantize`.
         key: a JAX random key.
         num_steps: number of times that both steps run. With 1, Q is the quantised W, as from `lowtide.quantize`, and a
-            saved adapter fits that base. With more, Q is another base: store it with the adapter, or merge them.
+            saved adapter fits that base. With more, Q is another base: store Q with the adapter, or merge both.
         block: as for `lowtide.quantize`.
 
     Returns:

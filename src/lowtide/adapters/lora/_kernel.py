@@ -1,8 +1,8 @@
 """LoRA for weights that are not matrices: kernels of attention and convolutions, and embedding tables.
 
 Here a kernel is a weight W[m..., n...] with two groups of axes, m and n. A product sums over one group. The correction
-is B A with B[m..., r] and A[r, n...]. The factor that has this group replaces W in the product. The result then has r
-in place of the other group, and is multiplied by the other factor. So a convolution becomes a convolution with r
+is B A with B[m..., r] and A[r, n...]. The factor with the summed group replaces W in the product. The result has r in
+place of the other group, and is then multiplied by the other factor. So a convolution becomes a convolution with r
 channels and a product over channels, as in PEFT. A table lookup takes rows of B and multiplies them by A. In all
 leaves, stack axes come before both groups. Only functions in `lowtide.adapted` can use the node.
 """
@@ -160,7 +160,7 @@ def _make_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: 
 
 
 def _factor_shapes(shape: tuple[Any, ...], rank: Any, num_rows: int, num_columns: int) -> tuple[Any, Any]:
-    """Return the shapes (or specs) of A [*stack, r, *n] and B [*stack, *m, r] from that of W [*stack, *m, *n]."""
+    """Return the shapes (or specs) of A [*stack, r, *n] and B [*stack, *m, r] from the shape of W [*stack, *m, *n]."""
     split = len(shape) - num_columns
     return (*shape[: split - num_rows], rank, *shape[split:]), (*shape[:split], rank)
 

@@ -76,7 +76,7 @@ VARIANTS = (
     Variant(field="rslora", option="use_rslora", name="rsLoRA", power=0.5, is_sum=True),
     Variant(field="dora", option="use_dora", name="DoRA", leaf="lora_magnitude", suffix="lora_magnitude_vector"),
 )
-"""The variants of LoRA. Other modules of this package read this table. `Variant.is_sum` says where one is refused."""
+"""The variants of LoRA; other modules read this table. Some features need `Variant.is_sum`: see there."""
 SUM_NAMES = " and ".join(["LoRA", *(variant.name for variant in VARIANTS if variant.is_sum)])  # for messages
 _INITS = ("peft", "gaussian", "orthogonal", *WEIGHT_INITS)
 _DIGITS = 7
@@ -103,7 +103,7 @@ class Config:
     """The correction B A is scaled by ``alpha / rank``, so that a change of rank needs no new learning rate."""
     targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
     """Globs, or compiled regular expressions, for the paths of modules (any node with a leaf named ``weight``) or of
-    the weights themselves. A glob that begins with ``!`` excludes. `add` says how a model may use these weights.
+    the weights themselves. A glob that begins with ``!`` excludes. See `add` for how a model may use these weights.
     ``"all-linear"`` stands for every matrix of a decoder's layers, without embeddings, head, routers and experts."""
     exclude: Pattern | Sequence[Pattern] = ()
     """Patterns of targets that get no adapter; they have the effect of globs with ``!`` in `targets`."""
@@ -122,12 +122,13 @@ class Config:
     """Patterns for the paths of modules (any node that holds a leaf), such as ``"outer/lm_head"``, or of arrays. All
     their parameters train, in addition to adapters. As in PEFT, a target that these patterns match gets no adapter."""
     bias: str = "none"
-    """Which biases train: "none", "lora_only" (those of modules with a target) or "all"."""
+    """Which biases train: "none", "lora_only" (biases of modules with a target) or "all"."""
     init: str = "peft"
     """Initial values of A and B. "peft" draws A uniformly in ±1/sqrt(in), "gaussian" with standard deviation 1/rank; B
-    is zero in both. "orthogonal" (even ranks only) draws A and B whose product is zero. "pissa" uses the largest
-    singular values of the weight and their vectors, "olora" its QR decomposition. With these two, the correction is B A
-    minus its initial value: outputs and base weight stay the same at first, and saved files have twice the rank."""
+    is zero in both. In embeddings of Lowtide's models, both draw A with standard deviation 1. "orthogonal" (even ranks
+    only) draws A and B whose product is zero. "pissa" uses the largest singular values of the weight and their vectors,
+    "olora" its QR decomposition. With these two, the correction is B A minus its initial value: outputs and base weight
+    stay the same at first, and saved files have twice the rank."""
 
     def __post_init__(self) -> None:
         check_rank(self.rank, "rank")
@@ -170,7 +171,7 @@ def variants_of(config: Config) -> Variants:
 
 
 def non_sum_kind(config: Any) -> str:
-    """Return the variants or the type of a configuration whose adapted weight is not W + s B A; empty for others."""
+    """Return a name for a configuration whose adapted weight is not W + s B A, such as "DoRA"; otherwise empty text."""
     return variants_of(config).non_sums if isinstance(config, Config) else type(config).__name__
 
 
@@ -272,7 +273,7 @@ class LoRAWeight(AdapterWeight):
         Memory:
             Activations of width r in addition to the result. The backward pass keeps these activations and `x`. It
             keeps nothing of shape [out, in], unless W trains or has to be cast to the dtype of `x`. With magnitudes it
-            also keeps the result before the multiplication by m. With dropout it keeps `x` a second time.
+            also keeps the result before the multiplication by m. With dropout it also keeps `x` after dropout.
         """
         dropped_x = x if self.dropout_key is None else apply_dropout(x, self.dropout_key, self.dropout)
         if self.dropout_key is None:
@@ -332,7 +333,7 @@ class LoRAWeight(AdapterWeight):
             StructureError: for a variant that is not a sum, such as DoRA.
 
         Memory:
-            The looked-up rows of W and of B. The backward pass keeps those of B.
+            The looked-up rows of W and of B. The backward pass keeps the rows of B.
         """
         if name := self.variants.non_sums:
             message = f"the lookup of an embedding {list(self.shape)} does not support {name}"
@@ -357,7 +358,7 @@ class LoRAWeight(AdapterWeight):
             [M, O], in the dtype of the rows.
 
         Memory:
-            Rows of width r in addition to the result. The backward pass keeps them and `x_MI`.
+            Rows of width r in addition to the result. The backward pass keeps these rows and `x_MI`.
         """
         # For experts that are stored as [in, out], B multiplies the inputs and A gives the outputs.
         lora_a, lora_b = self.factors()
@@ -436,7 +437,7 @@ class LoRAWeight(AdapterWeight):
 
     @property
     def T(self) -> Any:  # noqa: N802 - NumPy's name
-        """The transposed weight, [in, out]; `StructureError` for a stack, whose layer axis ``T`` would move, too."""
+        """The transposed weight, [in, out]; a stack raises `StructureError`, since ``T`` would move its layer axis."""
         if self.ndim > 2:
             message = f"weight.T of a stacked weight {list(self.shape)} with an adapter also transposes its layer axis"
             raise StructureError(message, hint="use weight.mT, which transposes each layer, or narrow the targets")
@@ -539,7 +540,7 @@ def _init_factors(site: Site, config: Config, rank: int, alpha: float, key: Any,
 
 
 def _orthogonal_factors(key: Array, layers: tuple[int, ...], out: int, inner: int, rank: int) -> tuple[Array, Array]:
-    """Draw A and B from two halves of an orthogonal matrix, so that B A is zero; their scales are those of PEFT."""
+    """Draw A and B from two halves of an orthogonal matrix, so that B A is zero; their scales are as in PEFT."""
     keys = jax.random.split(key, 3)
     q, _ = jnp.linalg.qr(jax.random.normal(keys[0], (*layers, rank, rank), jnp.float32))
     half = rank // 2
@@ -559,7 +560,7 @@ def _orthogonal_factors(key: Array, layers: tuple[int, ...], out: int, inner: in
 
 
 def _principal_factors(weight: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
-    """Return A [*L, r, in] and B [*L, out, r], such that ``scaling * B A`` is the part of the weight for `init`."""
+    """Return A [*L, r, in] and B [*L, out, r] for "pissa" or "olora"; ``scaling * B A`` is a part of the weight."""
     if len(weight.shape) == 2:
         return (pissa if init == "pissa" else _olora)(dense_matrix(weight), rank, scaling)
     layers = (jax.tree.map(operator.itemgetter(index), weight) for index in range(weight.shape[0]))
@@ -714,14 +715,14 @@ LORA_KIND = _LoRA()
 
 
 def _convert_alpha(node: Mapping[str, Any], power: float) -> float:
-    """Return the alpha that keeps the scale of an entry in a file whose scales are alpha / rank**power."""
+    """Return the alpha of an entry for a file whose scales are alpha / rank**power, so that its scale is unchanged."""
     excess = (node["variants"] or Variants()).power - power
     alpha, rank = node["alpha"], node["rank"]
     return round(alpha / rank**excess, 12) if excess > 0 else alpha * rank**-excess
 
 
 def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the most common value, and the other values by name of the module, longest names first."""
+    """Return the most common value, and a dict from modules' names to other values, longest names first."""
     default = Counter(values.values()).most_common(1)[0][0]
     pattern: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):
@@ -736,7 +737,7 @@ def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
 
 
 def _subtract_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
-    """Return the node with `start_a` and `start_b`, computed again: the part that PEFT subtracted from the weight."""
+    """Return the node with `start_a` and `start_b`, computed from the weight: the part that PEFT subtracted from it."""
     if isinstance(site.weight, LinearWeight):
         message = f"{path}: the part that {init} subtracted from {site.path} is unknown for a quantised weight"
         hint = "convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -775,9 +776,9 @@ def _stack_scales(
 
 
 def _used_ranks(lora_a: np.ndarray, lora_b: np.ndarray) -> list[int]:
-    """Return the rank of each layer of A [L, r, in] and B [L, out, r] without trailing components that are zero.
+    """Return the rank of each layer of A [L, r, in] and B [L, out, r], without trailing components that are zero.
 
-    A layer of zeros has the full rank. If all layers have the same rank, nothing counts as padding.
+    A layer of zeros has rank r. If these ranks are all equal, the zeros are no padding, and every layer has rank r.
     """
     rank = lora_a.shape[1]
     is_used = np.any(lora_a != 0, axis=2) | np.any(lora_b != 0, axis=1)

@@ -72,7 +72,7 @@ def add(
             ``x @ weight`` or ``x @ weight.T``, as in Equinox. Weights have shape [out, in], or [num_layers, out, in]
             for stacked layers. Plain LoRA also supports a weight [in, out] that is used as ``x @ weight``; its files
             hold PEFT's Bᵀ as A, and Aᵀ as B. Each expert of Lowtide's MoE models, [num_layers, num_experts, out, in],
-            gets a pair of factors. If leaves are `jax.ShapeDtypeStruct`, so are those of their adapters.
+            gets a pair of factors. For `jax.ShapeDtypeStruct` leaves, adapters are shapes, too.
         config: a `Config`, `IA3Config` or `VeRAConfig`.
         key: a JAX random key; (IA)³ needs none.
         fn: a function of the model, such as its loss, if the model uses targets in other ways; train it as
@@ -86,10 +86,10 @@ def add(
 
     Raises:
         SelectionError: when a pattern matches nothing, or `exclude` or `modules_to_save` leave no target.
-        StructureError: for a target that is not a floating-point matrix, or already has an adapter; for (IA)³ on
-            outputs to which the model adds a bias itself; for an embedding that is also the head; for an array of
-            `modules_to_save` or `bias` that cannot train; with `fn`, for a target that `fn` does not use, or uses in
-            several or unsupported ways. Without `fn`, `lowtide.value_and_grad` and the trainer raise this last error.
+        StructureError: for a target that is not a floating-point matrix, already has an adapter, or is an embedding and
+            also the head. For (IA)³ on outputs to which the model adds a bias itself. For an array of `modules_to_save`
+            or `bias` that cannot train. With `fn`, for a target that `fn` does not use, or uses in several or
+            unsupported ways. Without `fn`, `lowtide.value_and_grad` and the trainer raise this error.
         ConfigError: when the rank exceeds a target's smaller dimension, when `layers` names a layer that does not
             exist, or when `key` is missing. Also for configurations that kernels, experts and embeddings do not support
             (such as DoRA, some layers, (IA)³, VeRA). Also when `model` is a Keras or NNX object: pass its arrays.
@@ -154,7 +154,7 @@ def merge(model: Tree) -> Tree:
         bfloat16 loses the part of a correction that is below half a unit in the last place of W.
 
     Raises:
-        StructureError: when there is no adapter, one lacks a leaf (`lowtide.partition`), or a base is not an array.
+        StructureError: when there is no adapter, or an adapter lacks a leaf or has a base that is not an array.
         NonFiniteError: when a merged weight has a value that is not finite (not detected under `jax.jit`).
 
     Memory:
@@ -197,7 +197,7 @@ def disable(model: Tree) -> Tree:
         model: a model with adapters.
 
     Raises:
-        StructureError: when there is no adapter, or one lacks a leaf, as after `lowtide.partition`.
+        StructureError: when there is no adapter, or an adapter lacks a leaf, as after `lowtide.partition`.
 
     Memory:
         No copy.
@@ -237,10 +237,10 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
 
     Raises:
         ConfigError: for a rate out of range.
-        StructureError: when there is no adapter, or one lacks a leaf or has no dropout: (IA)³, kernels and experts.
+        StructureError: when there is no adapter, or an adapter lacks a leaf. Also for (IA)³, kernels and experts.
 
     Memory:
-        The backward pass keeps the inputs of each correction, after dropout, in addition to those of the weight.
+        The backward pass keeps the inputs of each correction, after dropout, in addition to the inputs of the weight.
 
     Examples:
         >>> from lowtide.adapters.lora import Config, add

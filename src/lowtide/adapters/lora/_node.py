@@ -31,10 +31,10 @@ class Variant(NamedTuple):
     option: str
     name: str
     power: float = 1.0
-    """Exponent p in the scale alpha / rank**p of the product B A. With several variants, the smallest counts."""
+    """Exponent p in the scale alpha / rank**p of the product B A. Of several variants, the smallest p applies."""
     is_sum: bool = False
-    """Whether the adapted weight is W + s B A, with the leaves of plain LoRA and a scale s. Other variants are refused
-    for kernels, experts, embeddings, LoftQ, an `init` from the weight, `combine`, `unmerge`, and products x W."""
+    """Whether the adapted weight is W + s B A, with the leaves of plain LoRA and a scale s. If not, the variant is
+    refused for kernels, experts, embeddings, LoftQ, an `init` from the weight, `combine`, `unmerge`, products x W."""
     leaf: str = ""
     """Leaf that only nodes of this variant have. If empty, nodes have a static field with the name `field` instead."""
     suffix: str = ""
@@ -95,7 +95,7 @@ class AdapterWeight(WrappedWeight):
         raise NotImplementedError
 
     def folded_bias(self, bias: Any) -> Any:
-        """Return the bias that the module needs after its weight is merged; by default the same."""
+        """Return the bias that the module needs after its weight is merged; by default it is unchanged."""
         return bias
 
 
@@ -186,7 +186,7 @@ def named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
 
 
 def shard_leaf(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    """Place an array with a sharding; for a `jax.ShapeDtypeStruct`, return one with this sharding."""
+    """Return an array, placed with a sharding, or a `jax.ShapeDtypeStruct` with this sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return put(leaf, sharding)

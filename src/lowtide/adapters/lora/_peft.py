@@ -73,7 +73,7 @@ class AdapterKind(Protocol):
     variants: ClassVar[tuple[Variant, ...]] = ()
     """Its variants, which options in its files select."""
     dropout_option: ClassVar[str | None] = None
-    """Option in its files for the rate of dropout; None if it has none."""
+    """Option in its files for the rate of dropout; None for a kind without dropout."""
     shared_tensors: ClassVar[tuple[str, ...]] = ()
     """Names of tensors that all modules of a file share."""
 
@@ -94,7 +94,7 @@ class AdapterKind(Protocol):
 
     @abstractmethod
     def tensor_suffixes(self, variants: Sequence[Variant] = (), *, table: bool = False) -> dict[str, str]:
-        """Return the ends of tensor names in files, by leaf; with `table` those of an embedding, stored transposed."""
+        """Return the ends of tensor names in files, by leaf; with `table`, for an embedding, which is transposed."""
         ...
 
     @abstractmethod
@@ -104,7 +104,7 @@ class AdapterKind(Protocol):
 
     @abstractmethod
     def describe(self, adapted: Mapping[str, Mapping[str, Any]], modules: Sequence[str]) -> dict[str, Any]:
-        """Return the options in files that only this kind has; arguments as in `describe` below."""
+        """Return the options in files that only this kind has; the arguments are those of the function `describe`."""
         ...
 
     def layer_ranks(self, site: Site, leaves: Mapping[str, np.ndarray]) -> list[int] | None:
@@ -373,14 +373,14 @@ def check_values(path: str, leaves: Iterable[Any]) -> None:
 
 
 def stack_layers(site: Site, names: Sequence[str], tensors: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Any:
-    """Stack the tensors of all layers, given by the names of the layers; a layer without a tensor gets zeros."""
+    """Stack the tensors of the layers `names`, in this order; a layer without an entry in `tensors` gets zeros."""
     layer_values = [tensors[name] if name in tensors else np.zeros(shape, np.float32) for name in names]
     stack = np.stack(layer_values) if len(site.weight.shape) > 2 else layer_values[0]
     return jnp.asarray(stack.reshape(*site.weight.shape[:2], *stack.shape[1:]) if site.is_experts else stack)
 
 
 def mask_scale(mask: Sequence[bool]) -> Array | None:
-    """Return the `layer_scale` of a node: 1 for layers with an adapter, 0 for others; None if all have one."""
+    """Return the `layer_scale` of a node: 1 for layers with an adapter, 0 for others; None if `mask` is all True."""
     return None if all(mask) else jnp.asarray(mask, jnp.float32)
 
 

@@ -122,7 +122,7 @@ class SavedWeight(AdapterWeight):
 def make_saved(weight: Any, values: Any = None) -> SavedWeight:
     """Make a node with a float32 copy of `weight`, or of `values` if it is not None, sharded like `weight`.
 
-    If `weight` is a `jax.ShapeDtypeStruct`, the copy is one, too.
+    If `weight` is a `jax.ShapeDtypeStruct`, so is the copy.
     """
     sharding = getattr(weight, "sharding", None)
     if isinstance(weight, jax.ShapeDtypeStruct):
@@ -146,7 +146,7 @@ class _ArrayNames(NamedTuple):
     leaf: str
     """Name of the leaf, such as ``weight`` or ``bias``."""
     is_stacked: bool
-    """Whether the array's first axis is that of layers."""
+    """Whether the array's first axis is the axis of layers."""
 
 
 def _parent(path: str) -> str:
@@ -186,7 +186,7 @@ def _named_arrays(model: Tree) -> dict[int, _ArrayNames]:
 
 
 def saved_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
-    """Return the sites of arrays that train as a whole (`modules_to_save`, `bias`); raise if one cannot train."""
+    """Return the sites of arrays that train as a whole (`modules_to_save`, `bias`); raise if an array cannot train."""
     chosen = {site.index: site for site in _match_saved(model, config.modules_to_save)}
     if isinstance(config, Config) and config.bias != "none":
         chosen |= {site.index: site for site in _bias_sites(model, config, targets)}
@@ -327,8 +327,8 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
     """Return the names of the tensors that files must have for arrays that train as a whole.
 
     The results are the set of all names, and the names of each array by `Site.index`, one per layer. It raises if only
-    some layers of a stack would train, or one of two tied modules without PEFT's `ensure_weight_tying`. `adapted` holds
-    the names of modules with adapters.
+    some layers of a stack would train, or only one of two tied modules without PEFT's `ensure_weight_tying`. `adapted`
+    holds the names of modules with adapters.
     """
     keys: dict[int, list[str]] = {}
     by_index = {site.index: site for site in sites(model)}

@@ -29,13 +29,13 @@ class CommonFile(BaseModel):
 
     peft_type: str = "LORA"
     target_modules: Names | None = None
-    """Modules that have an adapter; None when the file does not say."""
+    """Modules that have an adapter; None when the file has no such option."""
     exclude_modules: Names | None = None
     """Modules among `target_modules` that have no adapter."""
     layers_to_transform: Layer | list[Layer] | None = None
     """Layers that have an adapter; None for all."""
     layers_pattern: Word | list[Word] | None = None
-    """Segment before the index of a layer in a module's name; None for any."""
+    """Segment before the index of a layer in a module's name; None for any segment."""
     modules_to_save: Annotated[list[Name], Field(max_length=2**14)] | None = None
     """Ends of the names of modules of which all parameters train."""
     ensure_weight_tying: bool | None = None
@@ -52,7 +52,7 @@ class AdapterFile(CommonFile):
     rank_pattern: dict[Pattern, Rank] | None = None
     """Other ranks, by regular expression for the end of a module's name."""
     alpha_pattern: dict[Pattern, Alpha] | None = None
-    """Other alphas, by the same expressions as ranks."""
+    """Other alphas, in the form of `rank_pattern`."""
     target_parameters: Annotated[list[Name], Field(max_length=2**14)] | None = None
     """Ends of the names of parameters that have an adapter; only parameters of experts are supported."""
     use_rslora: bool | None = None

@@ -54,7 +54,7 @@ class Site:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The paths that patterns match: those of the module and of the weight."""
+        """The paths that patterns match: the path of the module, and the path of the weight."""
         return self.module, self.path
 
     @property
@@ -228,7 +228,7 @@ def make_leaf(site: Site, shape: tuple[int, ...], make: Callable[[tuple[int, ...
 
 
 def external_name(model: Tree, site: Site) -> str | None:
-    """Return the external name of a site's module, with ``{layer}`` for a stacked weight; None if it has none.
+    """Return the external name of a site's module, with ``{layer}`` for a stacked weight; None without such a name.
 
     In a model without `lowtide.core.ExternalNames`, it is the module's tree path with dots. ``{layer}`` then follows
     the first segment ``layers``, or is the last segment.
@@ -276,7 +276,7 @@ def tied_names(model: Tree) -> Mapping[str, str]:
 
 
 def table_names(model: Tree) -> frozenset[str]:
-    """Return the external names of a model's embeddings, whose rows it looks up; empty without ``table_names``."""
+    """Return the external names of a model's embeddings, whose rows it looks up, from its attribute ``table_names``."""
     return frozenset(getattr(model, "table_names", ()))
 
 

@@ -50,7 +50,7 @@ class ChatTemplate:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Other variables of the template, such as ``enable_thinking``."""
     system: str | None = None
-    """System prompt of conversations without a system message; None: they stay without."""
+    """System prompt that is added to conversations without a system message; None: nothing is added."""
 
     @property
     def writes_date(self) -> bool:
@@ -173,7 +173,7 @@ class Renderer:
         return str(self._request_answer(request, location)["prompt"])
 
     def _with_system(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-        """Return the messages of a conversation, after the template's system prompt if none of them is one."""
+        """Return the messages; the template's system prompt comes first if they have no system or developer message."""
         if self._template.system is None or any(message["role"] in ("system", "developer") for message in messages):
             return tuple(messages)
         return ({"role": "system", "content": self._template.system}, *messages)
@@ -260,7 +260,7 @@ def chat_prompts(
 
     Args:
         template: the model's template.
-        conversations: lists of messages, objects with ``role`` and ``content``, by their name in errors.
+        conversations: dict from names, which errors contain, to lists of messages with ``role`` and ``content``.
         tools: the template's variable ``tools`` for each conversation, by the same names; missing names have no tools.
 
     Returns:

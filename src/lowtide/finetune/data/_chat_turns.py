@@ -88,7 +88,7 @@ class _TurnFinder:
         return [(i, None if i in overlapping else span) for i, span in spans]
 
     def misplaced_message(self) -> int | None:
-        """Return the first message that the template omits, or writes before an earlier message."""
+        """Return the index of the first message that the template omits, or writes before an earlier one; or None."""
         last = 0
         for i, message in enumerate(self._messages if self._ends else ()):
             if (message.get("content") or "").strip() and self._ends.get(i, -1) < last:
@@ -167,7 +167,7 @@ class _TurnFinder:
         return self._tails
 
     def _render_closings(self, i: int) -> list[str]:
-        """Return the text after the last content in renderings up to message i, with and without a next header."""
+        """Render the messages up to i, with and without a next header; return what follows the content of message i."""
         beginning, tails = self._messages[: i + 1], list[str]()
         for prompt in (True, False):
             text = self._try_render(beginning, prompt)
@@ -188,7 +188,7 @@ class _TurnFinder:
     def _content_positions(
         self, messages: list[Any], text: str, prompt: bool = False, max_marks: int = 2
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the ends and the starts of the messages' contents in the text, by message; unknown ones are absent."""
+        """Return the ends, and the starts, of contents in the text, by message; unknown positions are absent."""
         # A template may test how a content begins, or whether it is empty. So try fewer marks until the rendering
         # without its marks equals the text.
         for marks in range(max_marks, -1, -1):
@@ -228,7 +228,7 @@ class _TurnFinder:
 
 
 def _check_tool_calls(render: Any, messages: list[Any]) -> None:
-    """Raise ValueError, with the call and the message, for a tool call that the template omits."""
+    """Raise ValueError for a tool call that the template omits; the error names the call and its message."""
     nonce, conversation, descriptions = secrets.token_hex(8), list[Any](), dict[str, str]()
     for i, message in enumerate(messages):
         marked_message = _mark_calls(message, lambda j, i=i: f"\ue000{nonce}!{i},{j};")

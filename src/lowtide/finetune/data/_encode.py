@@ -258,8 +258,8 @@ class Encoder:
 
     Text, and a prompt with its completion, get the tokenizer's special tokens and an end token. A chat has only the
     special tokens of its template. An Alpaca record becomes a chat if the model has a template, otherwise the text that
-    Alpaca was trained with. With `loss_on` ``completion`` the model learns the assistant's turns, completions and
-    outputs, including their end, and whole texts; with ``all`` every token.
+    Alpaca was trained with. Plain text is learned as a whole, and so is every record if `loss_on` is ``all``. With
+    ``completion``, only the assistant's turns, completions and outputs are learned, with the tokens that end them.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Encoder:
         return Example(kind="chat", where=example.where, messages=messages)
 
     def _text_and_spans(self, example: Example) -> tuple[str, Spans | None]:
-        """Return a record as text, and the character spans that are learned; None means all of it."""
+        """Return a record as text, and the character spans that are learned; None means that all text is learned."""
         is_all_learned = self._loss_on == "all"
         if example.kind == "text":
             return example.text, None
@@ -438,7 +438,7 @@ def open_store(
 
 @functools.cache
 def _code_hash() -> str:
-    """Return a hash of this package's files; other code may give other tokens or masks for the same records."""
+    """Return a hash of this package's files, since changed code may give other tokens or masks for the same records."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -453,7 +453,7 @@ def _digests(source: Source) -> Iterator[bytes]:
 
 
 def _remove_abandoned(cache_folder: Path) -> None:
-    """Remove unfinished folders of killed runs: those without a write for a day."""
+    """Remove unfinished folders that no process has written for a day, since their runs were killed."""
     for folder in cache_folder.glob("unfinished-*"):
         try:
             times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
@@ -517,7 +517,7 @@ def _write_store(
 
 
 def text_examples(texts: Mapping[str, str]) -> Iterator[Example]:
-    """Yield texts, by their name in errors, as records."""
+    """Yield each text as a record of the kind ``text``; its name becomes the location for errors."""
     return (Example(kind="text", where=name, text=text) for name, text in texts.items())
 
 

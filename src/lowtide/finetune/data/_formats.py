@@ -61,7 +61,7 @@ _FORMATS = {
     ".tar": _FileFormat("an archive (tar)", _UNPACK),
     ".tgz": _FileFormat("an archive (tar, gzip)", _UNPACK),
 }
-"""Formats by suffix. Messages list the formats that Lowtide reads in this order."""
+"""Formats by suffix. Messages list formats in this order."""
 RECORD_SUFFIXES = tuple(suffix for suffix, row in _FORMATS.items() if row.is_read)
 """Suffixes of the files that `lowtide.finetune.data` reads records from."""
 BINARY_SUFFIXES = tuple(suffix for suffix in RECORD_SUFFIXES if not _FORMATS[suffix].is_text)
@@ -83,9 +83,9 @@ _UTF16 = _FileFormat("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
 
 
 def refuse_other_formats(path: Path) -> None:
-    """Raise DataError for an existing file that is neither plain text nor JSON lines in a file named ``*.jsonl``.
+    """Raise DataError unless an existing file is plain text, or JSON lines with the suffix ``.jsonl``.
 
-    JSON lines under any other name raise, with the hint to rename the file. Pipes, devices and sockets also raise.
+    JSON lines with another suffix raise, with the hint to rename the file. Pipes, devices and sockets also raise.
     """
     if not path.is_file():
         got = "a pipe" if path.is_fifo() else "a device or a socket"
@@ -170,7 +170,7 @@ def read_head(path: Path) -> bytes:
 
 
 def is_binary(head: bytes) -> bool:
-    """Return whether the first bytes are those of a compressed file, a binary table, a document or UTF-16 text."""
+    """Return whether a file that begins with `head` is compressed, a binary table, a document or UTF-16 text."""
     return head.startswith(tuple(_FORMAT_BY_MAGIC)) or _is_utf16(head)
 
 

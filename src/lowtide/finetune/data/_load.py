@@ -114,7 +114,7 @@ def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate |
 
 
 def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> bool:
-    """Return whether data is read as records; JSON lines with ``text`` and no fields of another kind are plain text.
+    """Return whether data is read as records; JSON lines with ``text`` and no chat, prompt or instruction are not.
 
     Args:
         data: the path in the configuration; None, the built-in corpus, is plain text.
@@ -186,7 +186,7 @@ def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[st
 
 
 def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, str | Path]:
-    """Read documents by name, for contiguous windows; a large text file stays a path, and records must be text."""
+    """Return documents by name, for contiguous windows: texts, or paths of large text files; records must be text."""
     path = Path(data or "")
     if is_read_as_records(data, columns):
         texts = texts_of_records(path, columns)
@@ -203,9 +203,9 @@ def read_documents(path: str | Path | None) -> list[str]:
     """Read documents from a text file, a folder of text or source, or JSONL; or the built-in corpus.
 
     Args:
-        path: a file (``.jsonl``: one object with a ``text`` field a line; other text: one document), a folder
-            (every UTF-8 file below it is a document, in sorted order; hidden and binary files are skipped, links are
-            followed), or None for the language reference that ships inside Python (`pydoc_data.topics`).
+        path: a text file, which is one document, or a ``.jsonl`` file, whose lines are objects with a field ``text``.
+            Or a folder: every UTF-8 file at any depth is a document, in sorted order. Hidden and binary files are
+            skipped, and links are followed. None: the language reference inside Python (`pydoc_data.topics`).
 
     Returns:
         The documents that are not blank.
@@ -218,7 +218,7 @@ def read_documents(path: str | Path | None) -> list[str]:
 
 
 def named_documents(path: str | Path | None) -> dict[str, str]:
-    """Read documents as `read_documents` does, and return them by name: a file, or a file and a line.
+    """Read documents as `read_documents` does, and return them by name: the file, with the line in a JSONL file.
 
     Args:
         path: as in `read_documents`.
@@ -280,7 +280,7 @@ def text_data(
     """Tokenise, pack, split and shuffle documents.
 
     Args:
-        documents: texts, or texts by their name in errors.
+        documents: texts, or a dict from names to texts or to paths of text files; errors contain the names.
         tokenizer: the model's tokenizer.
         seq_len: tokens in a training sequence, T; or a function that maps a sixteenth of the number of tokens to T.
         batch_size: sequences in a batch, B.
@@ -353,7 +353,7 @@ def tokenise(
     """Tokenise texts or text files, and return the joined ids, int32 [N]; a hash `digest` is updated with them.
 
     Ids outside the tokenizer's own vocabulary raise ModelFileError, and tokens without an embedding raise DataError.
-    Ids take at most 128 MiB on the host: more than `_MOST_IN_MEMORY` of them are a memory map of a temporary file.
+    Ids take at most 128 MiB on the host. If there are more than `_MOST_IN_MEMORY`, the result is a memory-mapped file.
     """
     names, texts = [*documents], [*documents.values()]
     largest, num_tokens = -1, 0
@@ -415,7 +415,7 @@ def _not_text_error(path: Path) -> DataError:
 
 
 def _locate_token(name: str, text: str | Path, ids: np.ndarray, tokenizer: Tokenizer, vocab_size: int) -> str:
-    """Return the document's name, with the line of the first token without an embedding if the text contains it."""
+    """Return the document's name, with the line of the first token without an embedding if it is found in the text."""
     token = tokenizer.id_to_token(int(ids[ids >= vocab_size][0]))
     position = text.find(token) if token and isinstance(text, str) else -1
     if position < 0 or isinstance(text, Path) or "\n" not in text:

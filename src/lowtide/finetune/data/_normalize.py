@@ -147,13 +147,13 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     Args:
         raw: the fields.
         where: file and line or row.
-        columns: field to column, from `parse_columns`; if not empty, other fields are not read.
+        columns: dict from field to column, from `parse_columns`. If it is not empty, other columns are not read.
 
     Returns:
         The record; None for a blank one, in which the part to learn is missing or white space.
 
     Raises:
-        DataError: when fields are missing, several kinds fit, or a value has another type.
+        DataError: when fields are missing, the fields fit several kinds, or a value has the wrong type.
     """
     kind, record = _kind_of(raw, where, columns)
     fields_used = {*columns.values()} or {*_SCHEMAS[kind].model_fields, *_extra_fields(kind)}
@@ -166,7 +166,7 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
 
 @contextmanager
 def as_data_error(hint: str | None = None) -> Generator[None]:
-    """Convert a ModelFileError of functions that also read model files to a DataError; `hint` replaces its hint."""
+    """Convert ModelFileError to DataError, around functions that also read model files; `hint` replaces the hint."""
     try:
         yield
     except ModelFileError as error:
@@ -346,7 +346,7 @@ def _extra_fields(kind: str) -> tuple[str, ...]:
 
 
 def _normalize_record(kind: str, record: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Rewrite the unchecked fields of a record into those that chat templates read.
+    """Rewrite the unchecked fields of a record into fields that chat templates read.
 
     `kind` is a key of `_KINDS`. The result has no `_extra_fields`, and its turns have no null fields.
     """
@@ -378,7 +378,7 @@ def _normalize_record(kind: str, record: Mapping[str, Any], location: str) -> di
 
 
 def _refuse_media(kind: str, record: Mapping[str, Any], location: str) -> None:
-    """Refuse images, video and audio; a plain text without a placeholder may have them in other columns."""
+    """Refuse images, video and audio, except in other columns of a plain text without a placeholder for them."""
     text = str(record.get("text"))
     if kind == "text" and not any(mark in text for mark in _PLACEHOLDERS):
         return

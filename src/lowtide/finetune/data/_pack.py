@@ -83,8 +83,8 @@ class TextData:
     num_train_sequences: int
     """Sequences of an epoch."""
     digest: str
-    """SHA-256 of all tokens in their order, to check that a resumed run has the same data; for records also of their
-    learned mask and of the packing settings."""
+    """SHA-256 by which a resumed run checks that its data is unchanged: of all tokens in order; for records, also of
+    the masks of learned tokens and the packing settings."""
     seq_len: int
     """Tokens in a sequence, T."""
     report: DataReport | None = None
@@ -124,7 +124,7 @@ def record_data(
     Args:
         source: a path for `read_records`, a list of texts, or a dict from names to texts. Errors contain these names.
         tokenizer: the model's tokenizer.
-        template: its chat template, if any.
+        template: the model's chat template, or None.
         seq_len: tokens in a row, T.
         batch_size: rows in a batch, B.
         seed: seed of the split and of the order of rows.
@@ -226,7 +226,7 @@ def evaluation_data(
     Args:
         source: as in `record_data`.
         tokenizer: the model's tokenizer.
-        template: its chat template, if any.
+        template: the model's chat template, or None.
         seq_len: tokens in a row, T.
         batch_size: rows in a batch, B.
         columns: ``field=column`` words.
@@ -338,7 +338,7 @@ class Rows:
 
 
 def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_len: int, too_long: str) -> Pieces:
-    """Cut, split or drop those of `documents` (indices into `lengths`) that are longer than a row of `seq_len` tokens.
+    """Cut, split or drop the documents (indices into `lengths`) that are longer than a row of `seq_len` tokens.
 
     `too_long` is ``cut`` (keep the first `seq_len` tokens), ``split`` (keep all tokens, in several pieces) or ``drop``.
     """
@@ -364,15 +364,15 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
     """Pack pieces into rows, best-fit decreasing.
 
     The algorithm is that of Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830). Each piece,
-    longest first, goes into the row with the least free space that holds it. The distinct free spaces are kept sorted,
-    so a piece costs one bisection: O(n log T) comparisons for rows of T tokens, in addition to sorting the lengths.
+    longest first, goes into the fullest row that has space for it. The distinct free spaces are kept sorted, so a piece
+    costs one bisection: O(n log T) comparisons for rows of T tokens, in addition to sorting the lengths.
 
     Args:
         lengths: tokens of each piece, from 1 to `seq_len`.
         seq_len: tokens of a row.
 
     Returns:
-        The rows; each piece is in exactly one.
+        The rows; each piece is in exactly one row.
 
     Memory:
         About 40 bytes a piece on the host.
@@ -406,7 +406,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
 def _pack(
     store: Store, documents: np.ndarray, source: str, *, seq_len: int, packing: str, too_long: str
 ) -> tuple[Pieces, Rows, dict[str, Any]]:
-    """Cut documents, drop pieces without a learned token, and pack the others; return counts for the report, too."""
+    """Cut documents, drop pieces without a learned token, and pack the others; return pieces, rows and some counts."""
     pieces = cut_documents(store.lengths, documents, seq_len, too_long)
     # Drop pieces without a learned token before packing: they would fill rows and add nothing to the loss.
     num_learned = _count_learned(store, pieces)

@@ -32,10 +32,10 @@ _RawRecords = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def is_records(path: Path) -> bool:
-    """Return whether a path is records and not plain text: a file by its name, a folder by its content.
+    """Return whether a path has records, not plain text: for a file by its suffix, for a folder by its content.
 
     Args:
-        path: a file or a folder; any other path is not records.
+        path: a file or a folder; any other path gives False.
     """
     if path.is_dir():
         return _find_split(path) is not None or folder_of_records(path) is not None
@@ -49,17 +49,17 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
         path: a ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of
             one format (read in sorted order, without files named for evaluation if there are others), or a folder that
             `datasets` saved with ``save_to_disk``.
-        columns: field to column, from `parse_columns`.
+        columns: dict from field to column, from `parse_columns`.
 
     Yields:
-        Each record; None for a blank one.
+        Each record; None for a blank record.
 
     Raises:
         DataError: for a file that is damaged, empty or in another format, and for records that are unusable or of
             several kinds.
 
     Memory:
-        Holds one record; 1,024 rows of a Parquet file; a whole JSON file if it is a list and not JSON lines.
+        Holds one record at a time; of a table 1,024 rows. A JSON file that is one list is held as a whole.
     """
     kind: str | None = None
     for location, raw in _read_raw(path):
@@ -109,7 +109,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def _is_visited(folder: Path, root: Path, visited: set[Path]) -> bool:
-    """Return whether a linked folder was visited before, or is in the tree of `root`; then add it to `visited`."""
+    """Return whether a linked folder was visited before, or is in the tree of `root`; also add it to `visited`."""
     if not folder.is_symlink():
         return False
     real = folder.resolve()
@@ -138,7 +138,7 @@ class RecordFolder:
     files: list[Path]
     """Record files that are read, in sorted order."""
     evaluation_files: list[Path]
-    """Record files that are not read, since their names mark them for evaluation and others exist."""
+    """Record files that are not read: their names mark them for evaluation, and there are files for training."""
     other_files: list[Path]
     """Files without records."""
     is_evaluation: bool
@@ -224,7 +224,7 @@ def _read_json(path: Path) -> _RawRecords:
 
 
 def _is_json_lines(path: Path) -> bool:
-    """Return whether a file begins with two lines that are objects; a single line may be one object of all records."""
+    """Return whether a file begins with two lines that are objects; one line alone may be an object of all records."""
     with open(path, "rb") as file:
         lines = (line for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"") if line.strip())
         first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")

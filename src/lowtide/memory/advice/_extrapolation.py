@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _GOOD_RESIDUAL = 0.05
 """Largest error of a good polynomial at the held-out size, as a share of the growth."""
 _LINEAR_RESIDUAL = 0.002
-"""Largest error of a line that needs no fourth size, as a share of the growth: curvature grows with the size."""
+"""Largest error, as a share of the growth, at which a line through three sizes needs no check by a fourth size."""
 _MAX_DOUBLINGS = 3
-"""Largest number of doublings of the last size if the fit is poor or flat: small sizes may be only padding."""
+"""Most doublings of the largest size if the fit is poor or flat; the bytes of small sizes may be only padding."""
 _MAX_SIZE = 2**40
 """Largest size of the search."""
 
@@ -91,9 +91,9 @@ class Extrapolation:
     points: tuple[SizePoint, ...]
     """All compiled sizes, in order of compilation."""
     fit: ByteFit
-    """Device bytes by size."""
+    """Fit of the device bytes to the size."""
     host_fit: ByteFit
-    """Host bytes by size."""
+    """Fit of the host bytes to the size."""
     by_role: Mapping[str, ByteFit]
     """Linear fit of the device bytes at the peak for each role; the fastest-growing role first."""
     answer: int
@@ -101,7 +101,7 @@ class Extrapolation:
     report: MemoryReport
     """The compiled report at the answer."""
     following: SizePoint | None
-    """The next compiled size, which does not fit: at most `multiple_of` larger. None if the answer is the maximum."""
+    """The next compiled size, which does not fit, at most `multiple_of` above `answer`; None at the maximum."""
 
     @property
     def predicted_bytes(self) -> int:
@@ -190,7 +190,7 @@ def extrapolate(
     Args:
         make: a function from a size to a `Job`, ``(fn, args)``, ``(fn, args, roles)``, or a dict with fields of `Job`
             as keys. If it has a parameter ``target``, it receives the `Target`.
-        sizes: small sizes to compile first, increasing. With three or more, the largest checks the fit.
+        sizes: small sizes to compile first, increasing. With three or more sizes, the largest checks the fit.
         limit: limit in bytes on one device (``"14 GiB"``); None for the usable bytes of the target.
         target: as in `analyze`.
         maximum: the largest size to consider.
@@ -198,13 +198,13 @@ def extrapolate(
         variable: name of the size in printed results.
 
     Returns:
-        The answer with its compiled report. The next size was compiled, too, and does not fit, unless the answer is the
-        maximum. Host memory also limits the size if the target has a figure for it.
+        The answer with its compiled report. The next size was also compiled and does not fit, unless the answer is the
+        maximum. If the target's host memory is known, it also limits the size.
 
     Raises:
         ConfigError: for sizes that are not two or more increasing numbers; for an invalid `limit`, `maximum` or
-            `multiple_of`; for a limit that is neither given nor known. Also when nothing fits, or when the bytes do not
-            grow with the size and there is no maximum.
+            `multiple_of`; without `limit`, when the target's usable bytes are unknown. Also when no size fits, or when
+            the bytes do not grow with the size and there is no maximum.
         TargetError: for an unknown target.
         Exception: any exception of `make` or the compiler, unchanged.
 
@@ -383,7 +383,7 @@ class _Search:
         return low * self.multiple_of
 
     def following(self, answer: int) -> SizePoint | None:
-        """Return the next compiled size that does not fit, at most `multiple_of` above the answer; None without one."""
+        """Return the next compiled size that does not fit, at most `multiple_of` above `answer`, or None."""
         above = [p for p in self.points.values() if answer < p.size <= answer + self.multiple_of and not p.fits]
         return min(above, key=lambda p: p.size, default=None)
 
@@ -391,7 +391,7 @@ class _Search:
         return step * self.multiple_of in self.points
 
     def _predict_step(self, fit: ByteFit, host_fit: ByteFit, low: int) -> int:
-        """Return the largest step that is predicted to fit; raise `ConfigError` if every step is, without a maximum."""
+        """Return the largest step that is predicted to fit; `ConfigError` if all steps fit and there is no maximum."""
 
         def fits(step: int) -> bool:
             size = step * self.multiple_of

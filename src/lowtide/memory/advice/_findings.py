@@ -23,13 +23,13 @@ class Finding:
     """
 
     rule: str
-    """Name of the rule that found it."""
+    """Name of the lint rule."""
     path: str
     """Tree path of the argument or output, or the checkpoint name."""
     num_bytes: int
     """Unnecessary bytes on one device."""
     remedy: str
-    """How to avoid it."""
+    """How to avoid the unnecessary use."""
     detail: str = ""
     """Further details of this finding."""
 
@@ -45,7 +45,7 @@ def leaf_finding(rule: str, leaf: ArgumentLeaf, *, detail: str = "", remedy: str
 
 
 class Step(NamedTuple):
-    """A compiled step, which every rule reads. `owners` is None without a dump, `jaxpr` with only a dump."""
+    """A compiled step, the input of every rule; a part (`owners`, `jaxpr`) that is not available has the value None."""
 
     report: MemoryReport
     owners: Owners

@@ -73,7 +73,7 @@ def _with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
 
 
 def dtypes(jaxpr: Any) -> set[str]:
-    """Return XLA's names of the dtypes that the function casts to, and of those that its arguments have."""
+    """Return XLA's names of the dtypes of the function's arguments, and of the dtypes to which it casts."""
     casts = {str(e.outvars[0].aval.dtype) for e in equations(jaxpr) if e.primitive.name == "convert_element_type"}
     arguments = {str(variable.aval.dtype) for variable in jaxpr.jaxpr.invars if hasattr(variable.aval, "dtype")}
     return {name.replace("bfloat", "bf").replace("float", "f").replace("_", "") for name in casts | arguments}
@@ -117,13 +117,13 @@ class _Origin(NamedTuple):
     """Relation of a value to the step's arguments."""
 
     leaf: int | None = None
-    """Argument of which the value is a copy, a cast or a part; for a product, the argument of the first factor."""
+    """Index of the argument that the value copies, casts or slices; for a product, the first factor's argument."""
     inner_dim: int | None = None
-    """Size of the summed axes, for a product of two arguments."""
+    """For a product of two arguments, the size of the summed axes; else None."""
 
 
 _MOVES = {"convert_element_type", "transpose", "squeeze", "reshape", "copy", "slice", "dynamic_slice", "neg", "mul"}
-"""Operations whose result contains the data of one operand; ``mul`` counts as a product with a number."""
+"""Operations whose result contains the data of one operand; ``mul`` is assumed to multiply by a number."""
 
 
 @rule(
@@ -232,7 +232,7 @@ def _is_literal(variable: Any) -> bool:
 
 
 def _comparable(value: Any) -> object:
-    """Make a parameter of an operation comparable: a jaxpr by identity, since a jitted function has only one."""
+    """Make an operation's parameter comparable: a jaxpr becomes its id, since each jitted function has one jaxpr."""
     if isinstance(value, (list, tuple)) and any(map(_is_program, value)):
         return tuple(map(id, value))
     return id(value) if _is_program(value) else str(value)

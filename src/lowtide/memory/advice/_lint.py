@@ -45,7 +45,7 @@ def lint(
         *args: its arguments, or shapes of them.
         target: target to compile for.
         roles: as in `lowtide.memory.analyze`; no rule needs them.
-        min_bytes: smallest finding to report, in bytes or as ``"1 MiB"``; unmatched checkpoint names always remain.
+        min_bytes: smallest finding to report: bytes, or ``"1 MiB"``. The rule ``checkpoint-name-unmatched`` ignores it.
         donate_argnums: as in `jax.jit`.
         static_argnums: as in `jax.jit`.
         **kwargs: keyword arguments of `fn`.
@@ -55,7 +55,7 @@ def lint(
 
     Raises:
         ConfigError: for a `min_bytes` that is not a size.
-        Exception: as `lowtide.memory.analyze`.
+        Exception: any exception of `lowtide.memory.analyze`.
 
     Memory:
         Nothing is allocated on the target.
@@ -165,7 +165,7 @@ def _returned_unchanged(step: Step) -> Iterator[Finding]:
 
 
 def _is_model_output(owners: Owners, output: Value, leaf: int) -> bool:
-    """Return whether an output of an argument's shape is a model's output for it, not the argument's next value."""
+    """Return whether an output is a model's result for an argument of equal shape, not the argument's next value."""
     # A model multiplies its input by weights. A state is replaced element by element or in slices, or keeps its name.
     path, name = owners.path_of(output), owners.leaves[leaf].path.partition("/")[2]
     if name and path.rpartition("/")[2] == name.rpartition("/")[2]:
@@ -207,7 +207,7 @@ def _optimizer_over_frozen(step: Step) -> Iterator[Finding]:
 
 
 def _has_training_input(owners: Owners, output: Value, leaf: int) -> bool:
-    """Return whether a new state depends on a gradient, an activation or a leaf that the passes read."""
+    """Return whether a new state depends on a gradient, an activation or another differentiated leaf."""
     # Scalars do not count, since the norm of all gradients also scales gradients that are zero. A moving average of
     # parameters or statistics has such an input, so it does not count as unused optimizer state.
     flow = owners.dataflow
@@ -343,7 +343,7 @@ def _dequantized_residuals(step: Step) -> Iterator[Finding]:
 
 
 def _is_cast_of_frozen(owners: Owners, copy: Buffer, leaf: int) -> bool:
-    """Return whether a copy holds a whole frozen leaf, which no output replaces, in fewer bytes."""
+    """Return whether a copy holds a whole leaf in fewer bytes, and the leaf is frozen (no output replaces it)."""
     is_whole = math.prod(copy.shape) == owners.dataflow.graph.num_elements(owners.parameter_of[leaf])
     is_narrower = copy.num_bytes < owners.leaves[leaf].num_bytes
     is_frozen = owners.dataflow.is_differentiated(leaf) and leaf not in owners.replaced.values()
@@ -380,7 +380,7 @@ def _copied_in_loops(step: Step) -> Iterator[Finding]:
 
 
 def _carried_copies(graph: Graph, value: Value) -> list[Value]:
-    """Find the copies of a carried array within an iteration, if the iteration also writes a part of it."""
+    """Return the copies of a carried array in an iteration; empty unless the iteration also writes a part of it."""
     # The search goes back from the returned value to the parameter of the loop's body, over aliases, copies and partial
     # writes only. Any other source means that the array is computed anew.
     copies: list[Value] = []

@@ -1,8 +1,8 @@
 """Explain out-of-memory errors: which arrays use the memory at the peak of the failed program, and remedies.
 
-The `explain_oom` block records the programs that JAX compiles inside it. When memory runs out, the failed program is
-compiled again with a dump, which shows the owners of the bytes. At run time the largest program counts as the failed
-program. So the block costs nothing until a failure, in the compiler (as on a TPU) or in an allocation (as on a GPU).
+The `explain_oom` block records the programs that JAX compiles inside it. Memory may run out in the compiler (as on a
+TPU) or at run time (as on a GPU), where the largest recorded program counts as the failed program. The failed program
+is compiled again with a dump, which shows the owners of the bytes. So the block costs no time until a failure.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def explain_oom(
         html: path of an HTML page to write with the report; None writes no page.
 
     Raises:
-        OutOfMemoryError: replaces JAX's error, its ``__cause__``. Its `report` and `remedies` hold the explanation. If
-            that fails, or no program was compiled in the block, JAX's error is raised with a note.
+        OutOfMemoryError: instead of JAX's error, which is its ``__cause__``; has attributes `report` and `remedies`.
+        Exception: JAX's error, with a note, if no program was compiled in the block or the explanation fails.
         TargetError: for an unknown target.
 
     Memory:
-        Programs compiled inside the block are kept until its end. After a failure one of them is compiled again, on
+        Programs compiled inside the block are kept until its end. After a failure one program is compiled again, on
         the host.
 
     Examples:
@@ -110,7 +110,7 @@ def _explain(
 
 
 def _failed_compilation(error: Exception, compilations: list[Compilation]) -> Compilation | None:
-    """Return the program that the compiler refused; otherwise the compiled program with the most bytes."""
+    """Return the compilation that raised `error`, or else the compiled program that needs the most bytes, or None."""
     rejected = [c for c in compilations if c.error is error]
     if rejected:
         return rejected[-1]
@@ -132,7 +132,7 @@ def shortage(
     top: int = 12,
     hint: str = _HINT,
 ) -> OutOfMemoryError:
-    """Build the error for a program that is too large, with the arrays that use its memory, and remedies.
+    """Build the error for a program that is too large; the message lists the largest arrays, and remedies.
 
     Args:
         program: a program from `lowtide.memory.compile`.
@@ -193,7 +193,7 @@ def _out_of_memory_error(
 
 
 def _live_arrays(report: MemoryReport) -> str:
-    """Return a line on the live arrays of the process, which include arrays outside the program."""
+    """Return text that lists the largest live arrays of the process, including arrays outside the program."""
     bytes_by_device = collections.defaultdict[Any, collections.Counter[str]](collections.Counter)
     for array in jax.live_arrays():
         if array.is_deleted() or on_host(array.sharding):

@@ -3,7 +3,7 @@
 An estimate removes buffers from the report's timeline and computes the new peak. So buffers that are not live at the
 peak add nothing to the estimate. Remedies that only change how the step is called (donation, sharding, the batch) can
 be applied and compiled; their saving is then the compiler's figure. For other remedies the estimate is an upper bound,
-since the replacement of a buffer (recomputation, transfers) takes memory, too.
+since the replacement of a buffer (recomputation, transfers) also takes memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOMENTS = re.compile(r"/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)(/|$)")
 _MIN_QUANTIZED_SIZE = 4096
 """Elements of the smallest leaf that `lowtide.optim.low_precision` quantises."""
 _EIGHT_BIT_SAVING = 1 - (1 + 4 / 256) / 4
-"""Saved share of float32: 8-bit codes take 1 byte, plus a scale of 4 bytes for each block of 256, instead of 4."""
+"""Share of float32 bytes that 8-bit codes save: 1 byte plus a scale of 4 bytes per 256 elements, versus 4 bytes."""
 _MIN_SHARE = 0.01
 """Remedies that save less than this share of the device bytes are not listed."""
 
@@ -62,7 +62,7 @@ class Remedy:
     compiled_bytes: int | None = None
     """Device bytes that the change saves when compiled; None if it was not compiled."""
     apply: Callable[[], Program] | None = dataclasses.field(default=None, repr=False, compare=False)
-    """Function that compiles the step with the remedy; None if the code of the step has to change, or is unknown."""
+    """Function that compiles the step with the remedy; None if the step's code has to change, or is not available."""
 
     @property
     def saving_bytes(self) -> int:
@@ -99,7 +99,7 @@ def remedies(
         target: target to compile for.
         roles: as in `lowtide.memory.analyze`.
         batch: the role whose leaves have the batch as their leading axis.
-        verify: compile the step once for every remedy that only changes how it is called. False: only estimate.
+        verify: whether to compile the step with every remedy that only changes the step's call, to measure the saving.
         donate_argnums: as in `jax.jit`.
         static_argnums: as in `jax.jit`.
         **kwargs: keyword arguments of `fn`.
@@ -108,7 +108,7 @@ def remedies(
         Remedies that save at least 1 % of the device bytes, the largest saving first.
 
     Raises:
-        Exception: as `lowtide.memory.analyze`.
+        Exception: any exception of `lowtide.memory.analyze`.
 
     Memory:
         Nothing is allocated on the target.
@@ -132,13 +132,13 @@ def advise(
         job: the step.
         target: target to compile for.
         batch: as in `remedies`.
-        verify: as in `remedies`, with a further compilation for each remedy that only changes how the step is called.
+        verify: as in `remedies`; True adds one compilation for each remedy that only changes the step's call.
 
     Returns:
-        The report, and the remedies as `remedies` returns them; no remedies without the compiler's dump.
+        The report, and the remedies as in `remedies` (none if the compiler wrote no dump).
 
     Raises:
-        Exception: as `lowtide.memory.analyze`.
+        Exception: any exception of `lowtide.memory.analyze`.
     """
     call = _Call(job, target)
     program = call.compile()
@@ -171,7 +171,7 @@ def _verify(remedy: Remedy, report: MemoryReport) -> Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of a step on a target; methods derive changed calls."""
+    """A step with its arguments and target; `compile` compiles it, and the other methods return changed calls."""
 
     job: Job
     target: Target | str | None
@@ -200,7 +200,7 @@ class _Call:
 def suggest(
     report: MemoryReport, owners: Owners, findings: Sequence[Finding], call: _Call | None = None, batch: str = "batch"
 ) -> tuple[Remedy, ...]:
-    """Return the remedies for a report, with estimated savings; without a `call`, none has a function `apply`."""
+    """Return the remedies for a report, with estimated savings; without a `call`, `apply` has the value None."""
     candidates = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
     candidates += _optimizer_state(report, owners)
     candidates += [*_recomputations(report), *_chunked_loss(report, owners), *_sharded_arguments(report, owners, call)]
@@ -363,7 +363,7 @@ def _is_divisible(owners: Owners, leaf: int) -> bool:
 
 
 def _compile_sharded(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
-    """Return a function that compiles with the leaves of an argument sharded along their first divisible axes."""
+    """Return a function that compiles with an argument's leaves sharded along their first divisible axes, or None."""
     if call is None or not isinstance(argument, int):
         return None
 
@@ -468,7 +468,7 @@ def _recomputations(report: MemoryReport) -> Iterable[Remedy]:
 
 
 def _is_residual(buffer: Buffer, report: MemoryReport) -> bool:
-    """Return whether a buffer is kept for the backward pass; on a CPU also recomputed values outside loops."""
+    """Return whether a buffer is kept for the backward pass; on a CPU, recomputed values outside loops also count."""
     # The CPU compiler may run recomputation outside loops all at once, so that its values are live at the same time.
     is_at_once = report.target.platform == "cpu" and not _is_in_loop(buffer)
     return buffer.role == "activations" or (buffer.role == "recomputed" and is_at_once)
@@ -492,7 +492,7 @@ def _recomputation_bytes(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
 
 
 def _group_buffers(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
-    """Group the buffers that a function keeps: each loop's stack alone, and unrolled layers of one kind together."""
+    """Group a function's buffers: each loop's stack forms a group; equal buffers of unrolled layers form a group."""
     groups: dict[object, list[Buffer]] = {}
     for buffer in buffers:
         is_stack = buffer.operation.startswith(("while", "parameter"))
@@ -517,7 +517,7 @@ def _source_function(buffer: Buffer) -> str:
 
 
 def _join_names(names: Iterable[str], limit: int = 3) -> str:
-    """Join the first distinct names in sorted order, with the number of the others."""
+    """Join the first `limit` distinct names in sorted order, and append the number of names left out."""
     unique_names = list(dict.fromkeys(sorted(names)))
     suffix = f" and {len(unique_names) - limit} more" if len(unique_names) > limit else ""
     return ", ".join(unique_names[:limit]) + suffix

@@ -54,7 +54,7 @@ ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 IMAGE_MODULES = ("vision_tower", "multi_modal_projector")
 """Modules of multimodal models that process images; loading skips them."""
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
-"""Prefixes of module names: of text models, and of multimodal models in `transformers` since 4.52 and before it."""
+"""Module name prefixes of text models, and of multimodal models since `transformers` 4.52 and before that version."""
 _ATTN, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
 _NORMS: Mapping[str, str] = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
@@ -95,7 +95,7 @@ class Family:
     names: Mapping[str, str]
     """Table from paths of modules, or of single leaves, to their names in checkpoints."""
     expert_parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
-    """Table from the `transformers` parameters that hold all experts of a layer to the modules that each of them
+    """Table from the `transformers` parameters that hold all experts of a layer to the modules that each parameter
     concatenates. Parameters and modules are in the order of `transformers`."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Fields of `DecoderConfig` with one value for the whole family."""
@@ -103,15 +103,15 @@ class Family:
     """Fields of `DecoderConfig` that are copied in addition to `COMMON`, and their names in `config.json`."""
     field_types: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Types of the fields of `config.json` that `fields` copies or that `read` handles; each may be missing or null.
-    Families with the same field give it the same type. `read` gets a field ``_name`` as ``old_name``."""
+    Families with the same field give it the same type. A field ``_name`` is ``old_name`` in the argument of `read`."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Defaults for fields missing from `config.json`: those of the family's class in `transformers`."""
+    """Defaults for fields missing from `config.json`: the defaults of the family's class in `transformers`."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies if `config.json` has none."""
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Older names of types of RoPE scaling in the family's files, with the present names."""
     has_local_rope: bool = False
-    """Whether rotary settings in `config.json` can differ between sliding-window layers and the others."""
+    """Whether rotary settings in `config.json` can differ between sliding-window layers and other layers."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
     """Fields of `config.json` that must be null or have one of these values; other values are errors."""
     stored: Sequence[str] = ()
@@ -131,7 +131,7 @@ class Family:
 
 
 def sliding_by_type(file: Any, is_sliding: Callable[[int], bool]) -> dict[str, Any]:
-    """Return `sliding_window` and `sliding_layers`: from ``layer_types``, or by layer index if that is missing."""
+    """Return `sliding_window` and `sliding_layers`, from ``layer_types`` or, if that is missing, from `is_sliding`."""
     sliding_layers = [is_sliding(index) for index in range(file.num_hidden_layers)]
     if file.layer_types:
         sliding_layers = [layer_type == "sliding_attention" for layer_type in file.layer_types]
@@ -145,7 +145,7 @@ def layer_types(config: DecoderConfig) -> list[str]:
 
 
 def router_loss(file: Any) -> float:
-    """Return the coefficient of the load-balancing loss, which ``output_router_logits`` switches on."""
+    """Return the coefficient of the load-balancing loss; 0 unless ``output_router_logits`` switches the loss on."""
     return (file.router_aux_loss_coef or 0.0) if file.output_router_logits else 0.0
 
 

@@ -1,7 +1,7 @@
 """Conversion of a GGUF file's metadata to the contents of a `config.json`, which are then read with all checks.
 
-A key of the file's architecture that is not read is an error if it is switched on, because it may change what the model
-computes. This module also sets values that llama.cpp hard-codes, such as the attention scale of Gemma.
+A key of the file's architecture is an error if it is switched on, but this module does not read it: the key may change
+what the model computes. This module also sets values that llama.cpp hard-codes, such as the attention scale of Gemma.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
 }
-"""Values without effect, by key; for other keys, false, 0 and empty values have none. A scale of 0 means no scale."""
+"""Values without effect, by key (a scale of 0 means no scale). For all other keys: false, 0 and empty values."""
 _WIDEST = {"gemma2": 46, "gemma3": 62}
 """Numbers of layers that identify the 27B models, whose attention scale uses hidden size / heads, not `head_dim`."""
 _ROPE = "rope_freqs.weight"
@@ -187,7 +187,7 @@ def _gemma(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(keys: _Keys, pattern: Any, layers: int) -> list[str]:
-    """Return the attention type of each layer, from a list, or from a period whose last layer is full."""
+    """Return the attention type of each layer, from booleans or from a period whose last layer has full attention."""
     if type(pattern) is int and pattern > 0 and layers <= len(keys.header.places):
         sliding_layers: Sequence[Any] = [layer % pattern < pattern - 1 for layer in range(layers)]
     elif isinstance(pattern, list) and all(type(is_sliding) is bool for is_sliding in pattern):  # pyright: ignore
@@ -277,7 +277,7 @@ def _read_factors(keys: _Keys, place: Place, rotary_dim: int) -> list[float]:
 
 
 def _scaling_from_factors(factors: list[float], theta: float, rotary_dim: int) -> dict[str, Any] | None:
-    """Return the Llama 3 rule that gives these factors, or else the factors as longrope; None if all factors are 1."""
+    """Return `rope_scaling`: a Llama 3 rule that gives these factors, else longrope; None if all factors are 1."""
     stored_factors, max_factor = np.asarray(factors), max(factors)
     if max_factor == 1 == min(factors):
         return None

@@ -27,7 +27,7 @@ _MAGIC = b"GGUF"
 _MOST_TENSORS, _MOST_KEYS, _MOST_TEXTS = 2**20, 2**16, 2**24
 _MOST_NAME, _KEPT_TEXT, _KEPT_ARRAY = 2**16, 2**16, 2**14
 _ALL_NUMBERS, _ALL_TEXT = 2**20, 16 * 1024**2
-"""Limits per file: numbers in arrays, and bytes of names and, separately, of texts; far more than models have."""
+"""Limits per file: the numbers in arrays; the bytes of names; the bytes of texts. Models have far less."""
 _MIN_KEY, _MIN_TENSOR = 13, 32
 """Fewest bytes of a key with its value, and of a tensor's description; they limit the counts that fit in a file."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -140,7 +140,7 @@ class GgufTensor:
         return np.dtype(np.float32) if self.weight_dtype is None or self.added else jnp.dtype(self.weight_dtype)
 
     def _bytes(self) -> np.ndarray:
-        """Map the tensor as [rows, bytes]; keep the result briefly, since the number of maps per process is limited."""
+        """Map the tensor as [rows, bytes]. Release the result soon: the number of maps per process is limited."""
         *rows, width = self.shape
         kind = self.place.kind
         shape = (math.prod(rows), width // kind.block * kind.block_bytes)
@@ -148,7 +148,7 @@ class GgufTensor:
         return np.memmap(self.file, np.uint8, "r", start, shape)
 
     def _file_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows of the file that hold the given rows of the weight."""
+        """Return the indices of the file's rows that hold the given rows of the weight."""
         if not self.heads:
             return rows
         width = self.shape[0] // self.heads

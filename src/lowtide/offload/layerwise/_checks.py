@@ -124,7 +124,7 @@ def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any
 
 
 def _propagate_sources(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """Return the sources (gradient leaf indices, or `_LOSS`) of each output of a jaxpr, from those of its inputs."""
+    """Return the sources (gradient leaf indices, or `_LOSS`) of each output of a jaxpr, given the inputs' sources."""
 
     def apply(eqn: Any, operand_sources: list[frozenset[int]]) -> list[frozenset[int]]:
         if (inner := called(eqn)) is not None:

@@ -122,12 +122,12 @@ def layerwise_step(
         ConfigError: for an invalid argument, or a `tx` that is wrapped by `lowtide.offload.optimizer`.
 
     Memory:
-        The device holds the arrays that `place` puts there, the weights and gradients of one layer, the activations of
-        one block for one microbatch, a few times `chunk_bytes` of optimizer state, and the gradient of the largest
-        outer leaf. Gradients of leaves that `first` and `last` share are held throughout the backward pass. Apart from
-        the placed arrays, this does not grow with the number of layers or microbatches. The host holds one copy of the
-        arrays that are placed there. With ``"inputs"`` on the host, these include up to ``num_layers + 2`` times the
-        activations that one block returns for the whole batch.
+        The device holds the arrays that `place` puts there, and the weights and gradients of one layer. It also holds
+        the activations of one block for one microbatch, a few times `chunk_bytes` of optimizer state, and the gradient
+        of the largest outer leaf. Gradients of leaves that `first` and `last` share are held throughout the backward
+        pass. Apart from the placed arrays, this does not grow with the number of layers or microbatches. The host holds
+        one copy of the arrays that are placed there. With ``"inputs"`` on the host, these include up to
+        ``num_layers + 2`` times the activations that one block returns for the whole batch.
 
     Examples:
         >>> stack = LayerStack(
@@ -640,7 +640,7 @@ def _update_layer(
 
 
 def _select_paths(tree: Tree, paths: Collection[str]) -> Tree:
-    """Keep the leaves of the tree at the given paths; the others become None."""
+    """Keep the leaves of the tree at the given paths; all other leaves become None."""
     return map_with_paths(lambda path, leaf: leaf if path in paths else None, tree)
 
 

@@ -237,7 +237,7 @@ class StackPasses:
     def _sum_gradients(
         self, grads_of: Callable[[Any, Carry], tuple[Tree, Carry]], like: Tree, carry: Carry
     ) -> tuple[Tree, Carry]:
-        """Add up the gradients of all microbatches; with several, in float32 or wider, then cast like `like`."""
+        """Add up the gradients of all microbatches; sums of several are in float32 or wider, then cast like `like`."""
         if self.num_microbatches == 1:
             return grads_of(0, carry)
 
@@ -270,7 +270,7 @@ def _num_uses(jaxpr: Any, var: Any) -> int:
 
 
 def _write_back(layers: Tree, layer: Tree, i: Any) -> Tree:
-    """Return the stacked leaves, with layer i of those on the device written back unchanged.
+    """Write layer i back into the stacked leaves on the device, unchanged; return all stacked leaves.
 
     If a loop only reads a float32 stack, XLA first makes a copy of all layers in the dtype of the products.
     """
@@ -292,7 +292,7 @@ def _with_totals(outer: Tree, running_paths: frozenset[str], totals: Tree, activ
 
 
 def _read_cotangents(boundary: Tree, m: Any) -> Tree:
-    """Read a microbatch's cotangents; those of integers and booleans are zeros of dtype float0, without bytes."""
+    """Read a microbatch's cotangents; for integers and booleans, these are zeros of dtype float0, without bytes."""
 
     def read_leaf(leaf: Any) -> Any:
         is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)

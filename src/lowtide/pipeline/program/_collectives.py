@@ -22,7 +22,7 @@ from ...jaxprs import Kind, bodies, equations, is_closed, kind_of, make_jaxpr, o
 
 
 def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
-    """Raise for calls that JAX cannot lower on a mesh with automatic axes; JAX's own error has no source line."""
+    """Raise for kernels and callbacks that JAX cannot lower on a mesh with automatic axes; JAX gives no source line."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
 
@@ -89,7 +89,7 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
 
 
 def translate_error(error: Exception, mesh: Any, axis: str) -> StructureError | None:
-    """Translate JAX's error about a `shard_map` or a collective in a function of the stack; return None for others.
+    """Translate JAX's error about a `shard_map` or a collective in a function of the stack; else return None.
 
     JAX's messages are recognised by their wording in 0.10.2 and 0.12.0.
     """
@@ -138,7 +138,7 @@ def _spec_error(axis: str, location: str, got: str) -> StructureError:
 
 
 def _with_source_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:
-    """Yield all operations with their source lines; if one has none, with the line of the enclosing operation."""
+    """Yield each operation with its source line or, if it has no line, with the line of the enclosing operation."""
     for eqn, enclosing_line in walk(jaxpr, "", lambda eqn, _, enclosing_line: source_line(eqn) or enclosing_line):
         yield eqn, source_line(eqn) or enclosing_line
 
@@ -162,8 +162,8 @@ def without_permutes(jaxpr: Any, axis: str, shard_map_params: Any = None) -> Any
     """Replace permutations in a `shard_map` by operations that are gathers on CPUs and permutations elsewhere.
 
     The jaxpr, open or closed, is traced inside the pipeline's `shard_map`. A permutation along the pipeline's `axis`,
-    or one that is in no `shard_map` of the stage, stays. `shard_map_params` belong to the innermost `shard_map` around
-    the jaxpr in a stage, or are None. Returns the same object if there is nothing to replace.
+    or one that is in no `shard_map` of the stage, stays. `shard_map_params` are the parameters of the innermost
+    `shard_map` of the stage around the jaxpr, or None. Returns the same object if there is nothing to replace.
     """
     if is_closed(jaxpr) and opened(jaxpr) is not jaxpr:  # in versions where a closed jaxpr is a separate class
         inner = without_permutes(jaxpr.jaxpr, axis, shard_map_params)
@@ -220,7 +220,7 @@ def _gather_operations(eqn: Any, shard_map_params: Any) -> list[Any]:
 
 
 def _inline(closed: Any, eqn: Any) -> list[Any]:
-    """Return the operations of a jaxpr with one input and output, which are renamed to the variables of `eqn`."""
+    """Return the operations of a jaxpr, with its one input and its one output renamed to those of `eqn`."""
     inner = opened(closed)
     assert not inner.constvars, "the jaxpr has no constants"
     names = {inner.invars[0]: eqn.invars[0], inner.outvars[0]: eqn.outvars[0]}

@@ -104,8 +104,8 @@ class Program:
     def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
         """Run the program under `shard_map`; return the loss, the metrics and the gradients.
 
-        `trainable` and `frozen` hold the outer leaves whole and the layers of this rank, [V * K, ...]; so do the
-        gradients. Leaves of `microbatches` are [M, rows, ...], or [M * rows, ...]; `loss_weights` are [M].
+        `trainable`, `frozen` and the gradients hold whole outer leaves, and the layers of this rank, [V * K, ...].
+        Leaves of `microbatches` are [M, rows, ...], or [M * rows, ...]; `loss_weights` are [M].
         """
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
@@ -120,7 +120,7 @@ class Program:
         return lax.psum((state["loss"], state["metrics"]), self.axis)
 
     def resident_arrays(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> ResidentArrays:
-        """Return the arrays that `gradients` holds from its first tick to its last; the arguments are the same."""
+        """Describe the arrays that `gradients` holds from its first to its last tick, for the same arguments."""
         run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = run.begin()
         buffer_names = dict.fromkeys(
@@ -156,7 +156,7 @@ class Program:
         return value, metrics, grads, dh
 
     def splits(self, h: Tree) -> dict[str, TracedSplit]:
-        """Split each part of the model into passes, for activations of these shapes."""
+        """Split the parts ``first`` and ``blocks`` of the model into passes, for activations of the shapes of `h`."""
 
         def first(outer: Tree, _: Any, batch: Tree) -> Any:
             return self.shard_rows(self.stack.first(outer, batch))
@@ -196,7 +196,7 @@ class Program:
         return without_permutes(jaxpr, self.axis) if self.platform == "cpu" else jaxpr
 
     def run_without_permutes(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of trees of arrays with the jaxpr that `remove_permutes` returns."""
+        """Wrap `fn`, a function of trees of arrays, so that its jaxpr is the one that `remove_permutes` returns."""
 
         def run(*args: Any) -> Any:
             closed, shapes = make_jaxpr(fn)(*args)
@@ -218,14 +218,14 @@ class Program:
         return jax.tree.map(shard, tree)
 
     def shapes(self) -> StackShapes:
-        """Return the shapes of one microbatch; errors as in `LayerStack.shapes`."""
+        """Return the shapes of activations and metrics of one microbatch; errors as in `LayerStack.shapes`."""
         weights = combine(self.trainable, self.frozen)
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights["layers"])
         return self.stack.shapes(weights["outer"], layer, self.batch)
 
 
 class ResidentArrays(NamedTuple):
-    """Arrays that a rank holds throughout the program."""
+    """Shapes and dtypes of the arrays that a rank holds throughout the program, and the schedule that needs them."""
 
     buffers: dict[str, tuple[tuple[int, ...], Any]]
     """Shape and dtype of each buffer for values between passes, by name."""
@@ -257,7 +257,7 @@ class _Forward:
             refuse_collectives(name, jaxpr, program.axis)
 
     def _traced(self) -> Iterator[tuple[str, Any]]:
-        """Trace the functions of the stack that this run uses."""
+        """Yield the name and the jaxpr of each function of the stack that this run uses."""
         stack, batch = self.program.stack, self.program.batch
         outer, layers = jax.tree.map(jax.typeof, (self.outer, self.layers))
         layer = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), layers)
@@ -451,7 +451,7 @@ class _Run(_Forward):
         )
 
     def _buffer_bytes(self, schedule_tables: Tables) -> int:
-        """Return the bytes of buffers and messages of a rank, as whole arrays."""
+        """Return the bytes of a rank's buffers and messages in device memory, as unsharded arrays."""
         residuals = [residual for part in self.parts.values() for residual in part.residuals if not residual.is_on_host]
         sizes = {residual.waiting.buffer: residual.value.size_bytes for residual in residuals}
         h = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes.h))
@@ -459,7 +459,7 @@ class _Run(_Forward):
         return buffer_bytes + schedule_tables.num_messages * h
 
     def _costs(self) -> Costs:
-        """Return the costs of the stages, including the first function in the first stage and the last in the last."""
+        """Return the costs of the stages, with ``first`` in the first stage and ``last`` in the last stage."""
         first, blocks = (self.parts[name].split.flops for name in ("first", "blocks"))
         last = jaxpr_flops(self.program.traced_last(self.shapes.h))
         num_stages = self.program.schedule.num_stages
@@ -483,7 +483,7 @@ class _Run(_Forward):
     def _stage_bytes(self) -> list[int]:
         """Return the bytes that passes of a stage save for one microbatch: by F for I, by F for W, and by I for W.
 
-        Bytes on the host count, too. If a schedule ignored them, they would grow with the number of microbatches.
+        Bytes on the host are included: if a schedule ignored them, they would grow with the number of microbatches.
         """
         kept = self.parts["blocks"].split.kept
         pairs = ((Pass.FORWARD, Pass.INPUT), (Pass.FORWARD, Pass.WEIGHT), (Pass.INPUT, Pass.WEIGHT))
@@ -595,8 +595,8 @@ def total_dtype(dtype: Any) -> Any:
 def _run_if(flag: Any, run: Callable[[Any, Any], Any], state: Any, operands: Any) -> Any:
     """Return ``run(state, operands)`` if the flag is set, otherwise `state`; the state is changed in place.
 
-    All inputs that differ from run to run must be in `operands`. A barrier ties the operands to the loop. Otherwise XLA
-    moves loop-invariant computation out of the loop and runs it even if the loop runs zero times.
+    All inputs that differ from run to run must be in `operands`. A barrier ties the operands to the loop. Without it,
+    XLA moves loop-invariant computation out of the loop and runs it even if the loop runs zero times.
     """
 
     def body(i: Any, state: Any) -> Any:
@@ -606,7 +606,7 @@ def _run_if(flag: Any, run: Callable[[Any, Any], Any], state: Any, operands: Any
 
 
 def _rows_of_microbatch(index: Any, leaf: Any, shape: Any) -> Any:
-    """Return one microbatch of a leaf [M, rows, ...] or [M * rows, ...]; `shape` is that of a microbatch."""
+    """Return one microbatch of a leaf [M, rows, ...] or [M * rows, ...]; `shape` is its `jax.ShapeDtypeStruct`."""
     if leaf.ndim > len(shape.shape):
         return at(leaf, index)
     num_rows = shape.shape[0]
@@ -614,11 +614,11 @@ def _rows_of_microbatch(index: Any, leaf: Any, shape: Any) -> Any:
 
 
 def _after(arrivals: Arrivals, state: State, name: str) -> State:
-    """On CPUs, start a pass after the messages arrive: `state[name]`, which the pass overwrites, depends on them.
+    """On CPUs, make a pass wait for messages, by making `state[name]`, which the pass overwrites, depend on them.
 
     A CPU device starts any operation whose arguments are ready, and barriers are removed before execution. Devices that
-    share a stage could then deadlock: one waits in a collective of a pass for others, which wait for it in a transfer.
-    Other platforms run a program in its order, which is the same on all devices.
+    share a stage could then deadlock: one device waits in a collective of a pass for other devices, which wait in a
+    transfer for this device. Other platforms run a program in its order, which is the same on all devices.
     """
     columns = [leaves for source, leaves in arrivals.items() if source != FROM_HERE]
 

@@ -74,8 +74,8 @@ def value_and_grad(
     Args:
         stack: the model as `first`, `block`, `last`. Every function receives the microbatch, so its masks and positions
             reach every stage. An auxiliary loss of the blocks is a leaf of `h` that `last` adds.
-        schedule: order of the passes; its ranks are the devices along `axis`. An ``"auto"`` schedule without costs is
-            made again for the costs of the stack: FLOPs of its passes, and bytes kept between them.
+        schedule: order of the passes; its ranks are the devices along `axis`. An ``"auto"`` schedule that has no costs
+            is made again with the costs of the stack: FLOPs of its passes, and bytes kept between them.
         mesh: the devices, as from `lowtide.train.make_mesh`. Its other axes have to be automatic (`AxisType.Auto`).
             Arrays keep their shardings along these axes.
         axis: name of the pipeline's axis. A `lowtide.Trainer` requires the name ``stage``.
@@ -104,8 +104,9 @@ def value_and_grad(
 
     Raises:
         ConfigError: for an argument of the wrong type; an axis that the mesh does not have, explicit axes, or a sharded
-            ``context``; a schedule of another number of ranks or stages, or with unequal numbers of stages on ranks; an
-            unknown `inputs`, or ``inputs="host"`` with ``remat=False``; a `memory_limit` that the schedule cannot use.
+            ``context``; a schedule whose ranks do not match the mesh, whose stages do not match `layers_per_stage`, or
+            whose ranks have unequal numbers of stages; an unknown `inputs`, or ``inputs="host"`` with ``remat=False``;
+            a `memory_limit` that the schedule cannot use.
         ScheduleError: for consecutive stages that are not on neighbouring ranks.
         StructureError: when `stack` is not a `LayerStack`.
 
@@ -192,7 +193,7 @@ class Pipeline:
         The placement of stages does not change, so arranged layers fit both pipelines.
 
         Raises:
-            ConfigError: for a limit of 0, or a schedule other than ``"auto"`` without costs and limit.
+            ConfigError: for a limit below 1, or a schedule that is not ``"auto"`` or was made with costs or a limit.
         """
         _refuse_unused_limit(self.schedule, memory_limit)
         return dataclasses.replace(self, memory_limit=memory_limit)
@@ -240,9 +241,9 @@ class Pipeline:
         """Compute ``(loss, metrics)`` without a backward pass; arguments are those of a call.
 
         Errors are also those of a call, but leaves need no gradient, and a batch may have any positive number of rows.
-        The rows of a microbatch are the batch's rows divided by the schedule's number of microbatches, rounded up. Rows
-        that remain form one more, smaller microbatch. Its mean is weighted by `weight`, or by its number of rows
-        without `weight`.
+        The number of rows of a microbatch is that of the batch divided by the schedule's number of microbatches,
+        rounded up. Remaining rows form one more, smaller microbatch. Its mean is weighted by `weight`, or by its number
+        of rows without `weight`.
         """
         rows = _check_rows(batch) or self.schedule.num_microbatches
         # Rows of a microbatch, rounded up to a multiple of the parts into which its rows are sharded.
@@ -462,8 +463,8 @@ class Pipeline:
     def _join_rows(self, leaf: Any) -> Any:
         """Return a leaf [M, rows, ...] as [M * rows, ...], unless its rows are sharded.
 
-        A TPU has another layout for a leaf with 2 or 4 rows per microbatch, and would hold a copy of the batch in it
-        (v5p, jaxlib 0.10.2). XLA removes a reshape back to the shape of the argument.
+        A TPU has another layout for a leaf with 2 or 4 rows per microbatch, and would hold a copy of the batch in that
+        layout (v5p, jaxlib 0.10.2). This reshape is free: it restores the shape of the argument, so XLA removes it.
         """
         return leaf if leaf.ndim < 2 or self._num_parts > 1 else leaf.reshape(-1, *leaf.shape[2:])
 
@@ -551,7 +552,7 @@ def _trace_for(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[A
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:
-    """Return the platform of a mesh's devices; an abstract mesh, as in a trainer's step, has that of this process."""
+    """Return the platform of a mesh's devices; for an abstract mesh, as in a trainer's step, that of this process."""
     return jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
 
 

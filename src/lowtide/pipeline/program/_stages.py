@@ -62,7 +62,7 @@ class StageReport:
     """Bytes reserved for gradient totals."""
     buffers: Mapping[str, int]
     """Bytes of the buffers for values between passes. Keys name the pass that writes, and dtype and shape of an entry.
-    Buffers with ``host/`` are in host memory: block inputs kept there, and values that a policy offloads."""
+    Buffers with ``host/`` in the key are in host memory: block inputs kept there, and values that a policy offloads."""
     message_bytes: int
     """Bytes of the buffer for messages: activations and cotangents from other stages."""
     hoisted_bytes: int
@@ -73,12 +73,12 @@ class StageReport:
     """FLOPs of the stack's functions in each pass, for one microbatch and all devices of a rank: ``first``, ``blocks``
     (one stage, the longest if uneven) and ``last``, which runs only in I of the last stage."""
     is_split: bool
-    """Whether the schedule has separate I and W."""
+    """Whether the schedule has separate input and weight passes."""
     time_over_ideal: float
     """Simulated time of the schedule in lockstep, divided by the compute time of the busiest rank. FLOPs stand for the
     time of passes; transfers are not counted."""
     scan_over_ideal: float
-    """The same ratio for a differentiated loop over ticks, which keeps the residuals of all microbatches."""
+    """`time_over_ideal` of a differentiated loop over ticks, which keeps the residuals of all microbatches."""
     limit_bytes: int | None = None
     """Limit of the memory between passes, for which the schedule was chosen (``memory_limit`` of `value_and_grad`), or
     None."""
@@ -106,7 +106,7 @@ class StageReport:
         return None if self.memory is None else self.memory.device_bytes - self.held_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, with the device total of `memory` in its place."""
+        """Return plain data for JSON, with the device total of `memory` as ``device_bytes`` in place of `memory`."""
         plain = dataclasses.asdict(dataclasses.replace(self, memory=None))
         del plain["memory"]
         device = None if self.memory is None else self.memory.device_bytes
@@ -121,7 +121,7 @@ class StageReport:
         return Group(self._bytes(), "", self._arithmetic(), *map(Text, notes if self.is_split else []))
 
     def _arithmetic(self) -> Table:
-        """Draw a row for each function of the stack."""
+        """Draw the table of FLOPs, with a row for each function of the stack."""
         table = _table("FLOPs of one microbatch", [""], ["F", "I", "W", "--costs"])
         for name, part in self.flops.items():
             counts = (_format_count(count) for count in (part.forward, part.input, part.weight))
@@ -130,7 +130,7 @@ class StageReport:
         return table
 
     def _bytes(self) -> Table:
-        """Draw a row for each rank, the reserved memory, and the totals."""
+        """Draw the table of bytes, with a row for each rank, a row for the reserved memory, and the totals."""
         title = f"{self.name}, {self.num_microbatches} microbatches: bytes of one device"
         table = _table(title, ["rank", "stages", "layers"], ["weights", "gradients", "waiting"])
         for index, rank in enumerate(self.ranks):
@@ -264,7 +264,7 @@ def _describe(operation: Unsplit) -> str:
 
 
 def _has_shard(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, num_parts: int) -> bool:
-    """Return whether the compiled program has a buffer like one of `num_parts` shards; only XLA knows all shardings."""
+    """Return whether the compiled program has a buffer for one of `num_parts` shards; only XLA knows all shardings."""
     size = math.prod(shape) * dtype.itemsize // num_parts
     return memory is not None and any(
         buffer.num_bytes - buffer.padding_bytes == size
@@ -297,7 +297,7 @@ def _hoisted_bytes(resident: ResidentArrays, weights: Sequence[Tree], num_rows: 
 
 
 def _format_ranges(numbers: tuple[int, ...]) -> str:
-    """Format numbers with consecutive ones joined: ``0-3, 7``."""
+    """Format ascending numbers, with consecutive numbers as ranges: ``0-3, 7``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

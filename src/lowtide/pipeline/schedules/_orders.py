@@ -42,7 +42,7 @@ from ._ticks import Cell, receiving_ranks, spans
 _F, _I, _B, _W = Kind.FORWARD, Kind.INPUT, Kind.BACKWARD, Kind.WEIGHT
 _Orders = list[list[Action]]
 _Candidates = Callable[[int, int, int], Iterator[_Orders]]
-"""``candidates(R, V, M)``: the candidate orders."""
+"""``candidates(R, V, M)`` yields candidates; each has an order for every rank."""
 _Slots = dict[Action, int]
 """Slots (units of time) in which a rank runs its passes; no two passes share a slot."""
 
@@ -84,7 +84,7 @@ def _breadth_first(num_ranks: int, chunks: int, num_microbatches: int) -> Iterat
 
 
 def _interleaved(num_ahead: Callable[[int, int, int], int], kind: Kind) -> _Candidates:
-    """Return candidate orders in groups of R microbatches: a group passes all chunks of a rank before the next group.
+    """Make a recipe's `orders`: a group of R microbatches passes through all chunks of a rank before the next group.
 
     ``num_ahead(R, V, rank)`` is the number of forward passes before forward and backward passes alternate. `kind` is
     the kind of the backward passes. With one chunk and R - 1 - rank passes ahead, the result is the order of 1F1B.
@@ -161,11 +161,11 @@ def _dualpipe_v(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orde
 
 
 def _blocks(*hops: tuple[int, int, int, int]) -> _Candidates:
-    """Return candidate orders of a V in which each microbatch has the same pattern, six units after the previous one.
+    """Make a recipe's `orders` for a V in which all microbatches have the same pattern, shifted by six units each.
 
     Each of `hops` holds the units between the passes of neighbouring ranks, for F0, F1, I1 and I0 (passes of chunks 0
-    and 1). Their sum sets the lifetime of a microbatch's residuals, and so the memory of a rank. A sum of 12 keeps as
-    much as 1F1B, 6 half, 4 a third. The plain orders come first, then orders whose ends are moved earlier (`_squeeze`).
+    and 1). Their sum sets the lifetime of a microbatch's residuals, and so the memory of a rank. A sum of 12 needs the
+    memory of 1F1B, a sum of 6 half of it, 4 a third. The first orders are periodic; the others went through `_squeeze`.
     """
 
     def orders(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orders]:
@@ -203,8 +203,8 @@ def _offsets(
 ) -> Iterator[list[tuple[int, ...]]]:
     """Yield start units of F0, F1, I1 and I0 of microbatch 0 on each rank, such that no two passes of a rank coincide.
 
-    `loss_waits` are the candidate waits between F1 and I1 at the loss. `f0`, `f1`, `i1` and `i0` are the hops of
-    `_blocks`.
+    `loss_waits` are the candidate waits between F1 and I1 at the loss. `f0`, `f1`, `i1` and `i0` are an entry of the
+    `hops` of `_blocks`.
     """
     last_rank = num_ranks - 1
     # `turn_waits` holds the waits at the turns of the V: F0 to F1, F1 to I1 and I1 to I0. Longer waits lengthen the
@@ -289,7 +289,7 @@ def _move_earlier(rank_slots: Sequence[_Slots], may_move: Callable[[int], bool])
 
 
 _RESIDUAL_CHANGES = {Kind.FORWARD: 1, Kind.WEIGHT: -1}
-"""Change of the number of residuals that a rank holds after a pass."""
+"""Change of the number of forward passes whose residuals a rank holds, by the kind of the pass that it runs."""
 
 
 def _residual_counts(slots: _Slots) -> list[int]:
@@ -348,7 +348,7 @@ _TOLERANCE = 1e-9
 
 
 class ListScheduler:
-    """Mutable state of list scheduling: each rank runs its chosen action, or a weight pass if it would wait.
+    """Mutable state of list scheduling: a rank runs its chosen action, or a weight pass while that action would wait.
 
     The scheduler looks only at the next action of a rank. ``memory_change(action)`` is the memory that an action
     allocates; it is negative if the action frees memory.
@@ -387,7 +387,7 @@ class ListScheduler:
     def _advance(
         self, rank: int, choose: Callable[[int], Action | None], on_chosen: Callable[[int, Action], None]
     ) -> bool:
-        """Run the next action of a rank; return whether there was one."""
+        """Run the next action of a rank; return whether an action could run."""
         action, now, weights = choose(rank), self.times[rank], self.weights[rank]
         begin = math.inf if action is None else self.ready_time(action)
         # Run a weight pass if the rank would wait for more than half the time of that pass. The chosen action is then
@@ -457,8 +457,8 @@ def _memory_error(rank: int, action: Action, memory: float, limit: float) -> Sch
 # a tick, and weight passes even out the length.
 
 WeightPolicy = Literal["free", "together", "at once"]
-"""When weight passes may lengthen a tick: only if memory requires it ("free"); also if all ranks have one ("together");
-always ("at once"). With every policy, weight passes may lengthen ticks without F and I, and some of the drain."""
+"""When weight passes may lengthen a tick: only if memory requires it ("free"); also if all ranks have one to run
+("together"); always ("at once"). In all cases, they may lengthen ticks without F and I, and some after the last F."""
 
 
 class TickPacker:
@@ -482,7 +482,7 @@ class TickPacker:
         self.ends: Ends = {}
 
     def run(self) -> Schedule:
-        """Return the schedule with its ticks; `ScheduleError` when a limit is too small for the order."""
+        """Return the schedule with its ticks; raise `ScheduleError` when a limit is too small for the order."""
         table: list[list[Cell]] = []
         sent: set[int] = set()
         while any(self.remaining) or any(self.pending_weights):

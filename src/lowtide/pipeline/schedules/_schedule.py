@@ -78,11 +78,11 @@ def _parse_actions(text: str) -> list[Action]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of actions and memory of stages, in any unit; one number, or (except `communication`) one for each stage.
+    """Times of actions and memory of stages, in any unit: each a number or, except `communication`, a number per stage.
 
     Raises:
-        ConfigError: for a time of a pass that is not above 0, another value below 0, a value that is not finite, or
-            several values for `communication`.
+        ConfigError: when the time of a pass is not above 0, another cost is below 0, a cost is not finite, or
+            `communication` is not one number.
 
     Examples:
         >>> Costs(forward=1.0, weight=(0.5, 1.5)).of(Action(1, Kind.BACKWARD, 0))
@@ -90,11 +90,11 @@ class Costs:
     """
 
     forward: float | Sequence[float] = 1.0
-    """Time of F."""
+    """Time of a forward pass, F."""
     input: float | Sequence[float] = 1.0
-    """Time of I."""
+    """Time of an input pass, I."""
     weight: float | Sequence[float] = 1.0
-    """Time of W; the time of B is the sum of I and W."""
+    """Time of a weight pass, W; the time of a whole backward pass, B, is the sum of I and W."""
     communication: float = 0.0
     """Time from the end of an action until its result is on another rank; ranks compute during a transfer."""
     input_residuals: float | Sequence[float] = 0.0
@@ -103,7 +103,7 @@ class Costs:
     """Memory that F allocates and W frees."""
     cotangents: float | Sequence[float] = 0.0
     """Memory that I allocates and W frees. With recomputation, it is most of the memory that a stage holds from I to W.
-    Simulated peaks leave it out for B, and for I with W right after it: every schedule needs it then."""
+    Simulated peaks leave it out for B, and for I with W right after it, because every schedule needs it there."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -117,7 +117,7 @@ class Costs:
                 check_number(field.name, cost, above=above, least=least, hint=hint)
 
     def refuse_other(self, num_stages: int) -> None:
-        """Raise `ConfigError` if the costs belong to another number of stages."""
+        """Raise `ConfigError` if a cost is a sequence of another length than `num_stages`."""
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
             if isinstance(value, Sequence) and len(value) != num_stages:
@@ -246,7 +246,7 @@ class Schedule:
                 only if the schedule was made without a limit.
 
         Raises:
-            ConfigError: for costs of another number of stages, or an invalid limit.
+            ConfigError: for costs that do not match the number of stages, or an invalid limit.
             ScheduleError: when no schedule stays within the limit.
         """
         return self if self.remake is None else self.remake(costs, memory_limit)

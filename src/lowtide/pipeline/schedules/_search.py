@@ -58,9 +58,9 @@ def schedule(
         The validated schedule.
 
     Raises:
-        ConfigError: for an unknown name, numbers that do not fit each other, costs of another number of stages, a wrong
-            `memory_limit`, or more than 131,072 forward passes (stages times microbatches, counting at least two
-            microbatches per rank).
+        ConfigError: for an unknown name, numbers that do not fit each other, costs that do not match the number of
+            stages, a wrong `memory_limit`, or more than 131,072 forward passes (stages times microbatches, counting at
+            least two microbatches per rank).
         ScheduleError: when no schedule of this name stays within `memory_limit`.
 
     Examples:
@@ -268,7 +268,7 @@ _MAX_PASSES = 2**17
 
 
 def _has_equal_costs(costs: Costs) -> bool:
-    """Return whether all passes of all stages take the same time and transfers take none."""
+    """Return whether all passes of all stages take the same time, and transfers take no time."""
     times = (costs.forward, costs.input, costs.weight)
     values = {value for time in times for value in (time if isinstance(time, Sequence) else [time])}
     return len(values) == 1 and not costs.communication
@@ -330,7 +330,7 @@ _ScheduleMaker = Callable[[int], Schedule]
 
 
 def _greedy_makers(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[_ScheduleMaker]:
-    """Yield makers of greedy schedules, for each placement and several limits of microbatches that a rank may hold."""
+    """Yield makers of greedy schedules, for each placement and several limits on the microbatches that a rank holds."""
     for is_v in (False, True)[: 2 if chunks > 1 else 1]:
         placement = place_stages(num_ranks, chunks, is_v=is_v)
         microbatch_memory = costs.by_rank(placement)
@@ -384,7 +384,7 @@ class _Greedy:
         self.scheduler = ListScheduler(len(limits), placement, costs, self._memory_change)
 
     def run(self) -> tuple[Order, ...]:
-        """Return the actions of each rank in order; `ScheduleError` if a rank cannot continue within its memory."""
+        """Return the order of each rank; raise `ScheduleError` if a rank cannot continue within its memory."""
         orders = self.scheduler.run(self._choose, self._count)
         if sum(map(len, orders)) < 3 * self.num_microbatches * len(self.placement):
             raise ScheduleError("a greedy schedule cannot continue within its memory", hint="raise memory_limit")

@@ -142,7 +142,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
         Times and memory.
 
     Raises:
-        ConfigError: for costs of another number of stages, or an argument that is not a schedule.
+        ConfigError: for costs that do not match the number of stages, or an argument that is not a schedule.
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -178,7 +178,7 @@ def scan_makespan(schedule: Schedule, costs: Costs) -> float:
         costs: time of passes and of transfers. The result has the same unit.
 
     Raises:
-        ConfigError: for costs of another number of stages.
+        ConfigError: for costs that do not match the number of stages.
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -274,7 +274,7 @@ def _colour(simulation: Simulation, action: Action) -> str:
 def _draw_terminal(simulation: Simulation, width: int, *, has_colours: bool) -> Text:
     """Draw a line for each rank, `width` columns wide, with the number of a microbatch where its pass starts.
 
-    Colours show the kind of a pass. Without colours, letters do, and numbers that do not fit are left out.
+    Colours show the kind of a pass. Without colours, letters show it, and numbers that do not fit are left out.
     """
     from rich.text import Text
 

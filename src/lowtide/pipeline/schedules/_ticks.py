@@ -29,7 +29,7 @@ def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Cell,
     """Make the table of a lockstep program: the actions of each rank in each tick.
 
     If the schedule has no explicit ticks (`Schedule.ticks`), or with `forward_only`, a rank runs at most one action in
-    a tick. Its next action runs in the first tick after those that compute the inputs of the action.
+    a tick. Its next action runs in the first tick after the ticks that compute the inputs of the action.
 
     Args:
         schedule: the schedule to run.
@@ -123,8 +123,8 @@ stage is the first or last one; the number of layers of the stage; the slot of t
 _ARRIVAL_COLUMNS = ("from_left", "from_right", "from_here")
 """Columns of slots for results that arrive from the left or right neighbour or from this rank (-1: none)."""
 _PASS_STARTS = {"F": 0, "I": 2, "W": 4}
-"""Start of each pass; a row has eight moments. The result of the row's forward pass arrives at moment 1 if it stays on
-its rank, and at moment 6 otherwise. Results of the input passes of the previous row arrive at moment 1."""
+"""Moment (0 to 7) of a row at which each pass starts. The result of the row's forward pass arrives at moment 1 if it
+stays on its rank, and at moment 6 otherwise. Results of the input passes of the previous row arrive at moment 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +209,7 @@ def tables(
 
 
 _Key = tuple[int, str, int]
-"""A stage, a pass or a column, and a microbatch."""
+"""Stage, name of a pass or of a column, and microbatch."""
 
 
 class _Lifetime(NamedTuple):

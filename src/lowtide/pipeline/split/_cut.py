@@ -8,11 +8,11 @@ chosen. Two examples: the gradient of a bias is a sum over tokens, so it is comp
 cotangents are not kept. The derivative of an activation function is computed in the input pass, so only the function's
 input is kept.
 
-Matrix products and other heavy operations do not move to save bytes. Those that only weight gradients need run in the
-weight pass. Those that the forward pass does not need (recomputation) run in the backward pass. Cheap operations run in
-each pass that reads them, if they read only the batch or only change the view of a weight. Their results are free
-values, which are never kept. A copy out of host memory also runs in each pass: a kept copy would hold the offloaded
-array on the device.
+Matrix products and other heavy operations do not move to save bytes. If only weight gradients need a heavy operation,
+it runs in the weight pass. Recomputation, which the forward pass does not need, runs in the backward pass. Cheap
+operations run in each pass that reads them, if they read only the batch or only change the view of a weight. Their
+results are free values, which are never kept. A copy out of host memory also runs in each pass that reads it: a kept
+copy would hold the offloaded array on the device.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Reach:
                 self._add_alias(stack, value)
 
     def _add_alias(self, value: Value, source: Atom) -> None:
-        """Give `value` the producer and groups of `source`, of which it is a slice or the stack."""
+        """Give `value`, a slice or the stack of `source`, the producer of `source`, and add it to the same sets."""
         if not isinstance(source, Value):
             return
         if source in self.producer:  # otherwise `source` is a free value or a slice of one
@@ -187,7 +187,7 @@ class Reach:
         return True
 
     def reads(self, node: Node) -> Iterator[Value]:
-        """Yield the values that a node reads; values from which a free value is computed replace the free value."""
+        """Yield the values that a node reads; a free value is replaced by the values from which it is computed."""
         worklist: list[Atom] = [] if isinstance(node, Source) else [*node.reads]
         visited = set[Value]()
         while worklist:
@@ -230,7 +230,7 @@ _INFINITE_CAPACITY = 2**30
 
 
 class _Cut:
-    """Flow network with a vertex per node and bound: on the source side if the node runs in that pass or earlier."""
+    """Flow network. The vertex of a node and a bound is on the source side if the node runs at the bound or earlier."""
 
     def __init__(self, reach: Reach, nodes: list[Node], sinks: list[Sink]) -> None:
         self.reach, self.nodes, self.sinks = reach, nodes, sinks
@@ -329,7 +329,7 @@ class _Cut:
     def _heavy_chain(self) -> set[Node]:
         """Return the heavy operations that pass a cotangent to other heavy operations.
 
-        If the input of a stage needs no gradient, they form its input pass.
+        If the input of a stage needs no gradient, these operations form the input pass of the stage.
         """
         heavy = [node for node in self.nodes if isinstance(node, Op) and node.is_heavy]
         backward = [node for node in heavy if Source.COTANGENT in self.reach.ancestors([node])]
@@ -337,7 +337,7 @@ class _Cut:
         return self.reach.ancestors(operands) & set(backward)
 
     def _add_residuals(self) -> None:
-        """Add an edge per value and bound: its bytes count if the value is computed up to the bound and read later."""
+        """Add an edge per value and bound; its capacity counts if the value exists at the bound and is read later."""
         readers: dict[Value, set[Node]] = {}
         for node in self.nodes:
             if isinstance(node, Sink) and node.is_added:

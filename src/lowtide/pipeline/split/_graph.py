@@ -123,7 +123,7 @@ class Loop:
     body: list[Op | Loop] = dataclasses.field(default_factory=list)
     carries: list[Carry] = dataclasses.field(default_factory=list)
     slices: list[tuple[Atom, Value]] = dataclasses.field(default_factory=list)
-    """Arrays from outside of which each iteration reads a slice, each with the value of the slice."""
+    """Pairs of an array outside of the loop and the value that is its slice in an iteration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +165,8 @@ def repeated(items: Sequence[Op | Loop], num_runs: int = 1) -> Iterator[tuple[Op
 def hoist_loop_invariants(items: list[Op | Loop], weight_values: set[Value]) -> None:
     """Move loop-invariant operations on weights out of loops, in place.
 
-    Otherwise one copy of their results is kept for each iteration. Operations whose results are larger than their
-    operands stay. Results of the others are added to `weight_values`, also outside of loops.
+    Inside a loop, their results would be kept once for each iteration. Operations whose results are larger than their
+    operands stay. Results of other operations on weights, in and outside of loops, are added to `weight_values`.
     """
 
     def size(values: Sequence[Value]) -> int:

@@ -43,7 +43,7 @@ def split_nested(outer_graph: Graph, sources: list[Source], sinks: list[Sink]) -
     """Replace operations that contribute to gradients of both input and weights by two operations each, where possible.
 
     Changes the items of `outer_graph` (a stage, or the inside of such an operation) in place. `sources` are the roles
-    of its inputs. Returns the heavy operations (`Op.is_heavy`) that contribute to both and stay whole.
+    of its inputs. Returns the heavy operations (`Op.is_heavy`) that contribute to both gradients and stay whole.
     """
     reach = Reach(outer_graph, sources, sinks)
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects]
@@ -73,7 +73,7 @@ def _split_items(
 
 
 def _split_operation(op: Op, reach: Reach, needed: set[Value], live: set[Value]) -> tuple[list[Op], list[WholeOp]]:
-    """Return the operation or its two replacements, and the heavy operations that stay whole: itself or inner ones."""
+    """Return `op` or its two replacements, and the heavy operations that stay whole: `op` or some inside of it."""
     # Early results are needed for the input gradient or an effect; late results only for weight gradients.
     early: list[int] = []
     late: list[int] = []

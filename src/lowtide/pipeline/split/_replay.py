@@ -119,8 +119,8 @@ class Plan:
         """Run a pass; add the values that it computes to `env`, and replace the buffers that it changes.
 
         `env` maps graph inputs and values of earlier passes to arrays, `Rows` or a `Slot`. `saved_slots` are the slots
-        of values that later passes read; a value without one stays in `env`. `totals` maps gradients to slots to which
-        a loop adds their rows (`can_accumulate_rows`).
+        of values that later passes read; a value without a slot stays in `env`. `totals` maps gradients to slots to
+        which a loop adds their rows (`can_accumulate_rows`).
         """
         runner = _Runner(self, pass_, buffers, saved_slots, totals)
         runner.run_items(self.graph.items, [env])
@@ -129,7 +129,7 @@ class Plan:
                 buffers[slot.buffer] = put(buffers[slot.buffer], runner.read(value, [env]), slot.begin)
 
     def read(self, atom: Atom, env: Environment, buffers: Buffers) -> Any:
-        """Return a result, after the pass that computes it."""
+        """Return the array of a result; the pass that computes the result has to run first."""
         return _Runner(self, Pass.WEIGHT, buffers, {}, {}).read(atom, [env])
 
     def can_accumulate_rows(self, atom: Atom) -> bool:

@@ -26,13 +26,13 @@ from ._replay import Buffers, Environment, Plan
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """Structure of a tree of arrays, and the graph values of its leaves; None for a leaf without one."""
+    """Structure of a tree of arrays, and the graph values of its leaves; None for a leaf without a value."""
 
     tree: Any
     values: list[Any]
 
     def env(self, arrays: Tree) -> Environment:
-        """Return the arrays of a tree with this structure, by the graph values of its leaves."""
+        """Map the graph values of the leaves to the arrays of a tree with this structure."""
         leaves = self.tree.flatten_up_to(arrays)
         return {value: leaf for value, leaf in zip(self.values, leaves, strict=True) if value is not None}
 
@@ -98,9 +98,9 @@ def trace_split(
 ) -> TracedSplit:
     """Trace ``stage(weights, x, *extras) -> y`` and split its backward pass, for arrays or shapes.
 
-    `trainable` and `frozen` are the two halves of a partition of the weights. Inexact leaves of `x` have gradients,
-    too. `rewrite` replaces the jaxpr of the forward and backward pass before the split, and keeps its inputs and
-    outputs. Raises `StructureError` when the stage returns no floating-point array.
+    `trainable` and `frozen` are the two halves of a partition of the weights. The leaves of `trainable` and the inexact
+    leaves of `x` have gradients. `rewrite` replaces the jaxpr of the forward and backward pass before the split, and
+    keeps its inputs and outputs. Raises `StructureError` when the stage returns no floating-point array.
     """
     trainable, frozen, x, extras = jax.tree.map(_shape, (trainable, frozen, x, extras))
     weights = combine(trainable, frozen)
@@ -167,7 +167,7 @@ def trace_split(
 
 
 def replace_leaves(tree: Tree, replacements: Tree) -> Tree:
-    """Replace leaves of a tree by those of `replacements`; None keeps a leaf."""
+    """Replace each leaf of a tree by the leaf of `replacements` at the same place; None keeps a leaf."""
     return jax.tree.map(lambda old, new: old if new is None else new, tree, replacements)
 
 
@@ -218,11 +218,11 @@ class PassFlops:
     """FLOPs of one part of a model in each pass, for one microbatch."""
 
     forward: int
-    """FLOPs of F."""
+    """FLOPs of the forward pass, F."""
     input: int
-    """FLOPs of I: the input gradient, recomputation for it, and other work that is not delayed to W."""
+    """FLOPs of the input pass, I: the input gradient, recomputation for it, and other work that is not delayed to W."""
     weight: int
-    """FLOPs of W: products for weight gradients; 0 if no matrix has a gradient."""
+    """FLOPs of the weight pass, W: products for weight gradients; 0 if no matrix has a gradient."""
     unsplit: tuple[Unsplit, ...] = ()
     """Operations that stayed whole, the most expensive first."""
 
@@ -256,7 +256,7 @@ def _pass_flops(plan: Plan, sources: list[Source], sinks: list[Sink], whole_ops:
 
 
 def _early_effects(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tuple[str, str, str, int | None]]:
-    """Return an entry for each effect that needs products in the input pass which nothing else there needs."""
+    """Return name, location, hint and FLOPs of each effect that alone makes products run in the input pass."""
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects and op.eqn is not None]
     if not effects:
         return []

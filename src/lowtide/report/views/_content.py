@@ -23,7 +23,7 @@ _LAST_NUMBER = re.compile(r"[._-]?\d+$")
 
 
 def fit_text(report: ReportFacts) -> str:
-    """Return whether the report fits, as text: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
+    """Return text that says whether the program fits: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
     margin, host = report.host_margin_bytes, ""
     if report.host_bytes and margin is not None and margin < 0:
         machine = f" of a {report.target.machine}" if report.target.machine else ""
@@ -87,7 +87,7 @@ def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
 
 
 def role_order(*reports: ReportFacts) -> list[str]:
-    """Return the roles that have buffers, from the bottom of a stack to its top; arguments in the caller's order."""
+    """Return the roles that have buffers, bottom of a stacked chart first; arguments keep the caller's order."""
     names = [role for report in reports for roles in (report.by_role, report.host_by_role) for role in roles]
     used_roles = [b.role for report in reports for space in SPACES for b in drawn_buffers(report, space)]
     return [role for role in stacking_order([*names, *used_roles]) if role in set(used_roles)]
@@ -105,8 +105,8 @@ def timeline(
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Return live bytes per role and in total at every position of a program, and the positions to draw.
 
-    The program is divided into at most `num_columns` equal ranges. The position to draw is the one with most bytes in
-    each range. Unlike in `live_bytes`, fragmentation counts.
+    The program is divided into at most `num_columns` equal ranges. In each range, the position with the most bytes is
+    drawn. Unlike in `live_bytes`, fragmentation counts.
     """
     num_moments = len(report.moments)
     steps: dict[str, np.ndarray] = {}
@@ -133,7 +133,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Common name of the buffers, as `common_label` gives it."""
+        """Common name of the buffers, from `common_label`."""
         return common_label(sorted({b.label for b in self.buffers}))
 
     @property
@@ -149,7 +149,7 @@ class Group:
 
     @property
     def source(self) -> str:
-        """The source line, if all buffers have the same one; else empty."""
+        """Source line that all buffers share; empty if their lines differ."""
         sources = {b.source for b in self.buffers}
         return next(iter(sources)) if len(sources) == 1 else ""
 
@@ -164,7 +164,7 @@ def common_label(labels: Sequence[str]) -> str:
 
 
 def _counted(count: int, label: str) -> str:
-    """Return a label with its number of buffers if that is above 1; a list of arguments' numbers stays as it is."""
+    """Prefix a label with its number of buffers if there are several; a list of argument numbers stays unchanged."""
     is_list = ", " in label and not any(map(str.isalpha, label))
     return label if count == 1 or is_list else f"{count} × {label}"
 
@@ -185,7 +185,7 @@ def owner_name(buffer: Buffer) -> str:
 
 
 def group_rows(rows: Iterable[DiffRow]) -> list[DiffRow]:
-    """Add up rows with equal bytes whose owners differ only in numbers (``*``); largest change first."""
+    """Merge rows of equal bytes whose owners differ only in numbers, which become ``*``; largest change first."""
     rows_by_key: dict[tuple[object, ...], list[DiffRow]] = {}
     for row in rows:
         key = (row.space, row.role, row.dtype, row.before_bytes, row.after_bytes, _NUMBER.sub("#", row.owner))
@@ -200,12 +200,12 @@ def group_rows(rows: Iterable[DiffRow]) -> list[DiffRow]:
 
 
 def row_text(row: DiffRow) -> str:
-    """Return the owner of a row, with its number of buffers in the report that has more of them."""
+    """Return a row's owner with its number of buffers: the larger of the numbers before and after."""
     return _counted(max(row.before_count, row.after_count), row.owner)
 
 
 def with_source(text: str, group: Group, width: int) -> str:
-    """Return an owner's text; if it has no path, add the source line, which says more than the scope."""
+    """Return an owner's text; an owner without a path also gets its source line, which says more than the scope."""
     if group.buffers[0].path or not group.source:
         return text
     location_width = len(group.source.partition(" (")[0].rpartition("/")[2])
@@ -235,6 +235,6 @@ def shorten(text: str, width: int) -> str:
 
 
 def percent(part: int, total: int) -> str:
-    """Format a share with one decimal: ``12.5 %``; ``<0.1 %`` for a small one."""
+    """Format a share with one decimal: ``12.5 %``; a positive share below 0.05 % becomes ``<0.1 %``."""
     share = 100 * part / total if total else 0.0
     return "<0.1 %" if part > 0 and share < 0.05 else f"{share:.1f} %"

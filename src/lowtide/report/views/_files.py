@@ -20,7 +20,7 @@ _WRITE_HINT = "give a file in an existing folder that you may write to"
 
 
 def write_view(path: str | Path, content: bytes) -> None:
-    """Write one file, replacing an older one; raise `OutputError` where the folder is missing or writing fails."""
+    """Write one file, replacing an older one; raise `OutputError` if the folder is missing or writing fails."""
     file = Path(path)
     try:
         if file.exists() and not file.is_file() and not file.is_dir():
@@ -57,7 +57,7 @@ def _compact(value: Any) -> str:
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
-    """Read the arguments of `MemoryReport` from a file that `to_json` wrote; `ReportError` if it is anything else."""
+    """Read the arguments of `MemoryReport` from a file that `to_json` wrote; `ReportError` for any other file."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -68,7 +68,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
 
 
 def parse_fields(data: Any, path: str | Path) -> dict[str, Any]:
-    """Return the arguments of `MemoryReport` from the parsed JSON of `path`; `ReportError` if it is no valid report."""
+    """Return the arguments of `MemoryReport` from the parsed JSON of `path`; `ReportError` if it is invalid."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version is None:
         raise ReportError(f"{path}: the file is not a memory report", hint=_READ_HINT)

@@ -31,7 +31,7 @@ from ._content import (
 from ._styles import styles
 
 MAX_PAYLOAD_BYTES = 8_000_000
-"""Largest payload of a report's page; above it, `_fold` replaces the smallest buffers."""
+"""Largest JSON of a report's page; above this size, `_fold` replaces the smallest buffers."""
 _MAX_TEXT = 2_000
 _TEXTS = ("role", "path", "phase", "scope", "operation", "source", "shape", "dtype")
 _COMMON = ("units.js", "timeline.js", "table.js")

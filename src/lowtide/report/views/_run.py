@@ -21,7 +21,7 @@ from ._html import asset, definition_list, fill_template, roles_table
 from ._styles import styles
 
 Points = Sequence[tuple[float, float | None]]
-"""A curve: pairs of a step and its value; None is a gap."""
+"""A curve: pairs (step, value); a value None is a gap."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def styles(roles: Iterable[str]) -> dict[str, Style]:
 
 
 def stacking_order(roles: Iterable[str]) -> list[str]:
-    """Return roles from the bottom of a stack to its top: arguments as given, then derived roles in a fixed order."""
+    """Return roles, bottom of a stacked chart first: arguments in given order, derived roles in a fixed order."""
     names = dict.fromkeys(roles)
     arguments = [name for name in names if name not in _DERIVED_STYLES]
     return [*arguments, *(name for name in _DERIVED_STYLES if name in names)]

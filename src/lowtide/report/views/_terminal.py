@@ -165,7 +165,7 @@ def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int
 
 
 _SOURCE_MIN_WIDTH = 130
-"""Smallest terminal width with a column for sources; in narrower ones, sources follow owners without a path."""
+"""Smallest terminal width with a source column; in narrower terminals, sources follow owners without a path."""
 _BYTES_WIDTH = 11
 """Width of the longest size below 1024 TiB: ``1023.99 MiB``."""
 _COLUMNS = (
@@ -266,7 +266,7 @@ def _plain_table(title: str) -> Table:
 
 
 def _text(text: str = "", style: str = "", *, no_wrap: bool | None = None) -> Text:
-    """Make a text in which brackets are no markup, because names may contain them."""
+    """Make a `rich` text without markup, because names may contain brackets."""
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=no_wrap)

@@ -101,7 +101,7 @@ class Checkpoints:
             `checkpoint_bytes`. None: Orbax decides.
 
     Raises:
-        ConfigError: for another `best_mode`, a `max_to_keep` below 1, or a URL; when Orbax is not installed.
+        ConfigError: for an unknown `best_mode`, a `max_to_keep` below 1, or a URL; when Orbax is not installed.
         OutputError: for a folder that cannot be made, or that holds other folders with names of checkpoints (digits).
     """
 
@@ -186,7 +186,7 @@ class Checkpoints:
         return self.best is not None and self._retention.add_evaluation(step, record, self._manager.all_steps())
 
     def changed(self, step: int) -> None:
-        """Record that weights were changed at a step: its last evaluation does not hold for a later checkpoint."""
+        """Record that weights were changed at a step, so that a later checkpoint of the step loses its evaluation."""
         self._retention.mark_changed(step)
 
     def save(self, step: int, state: Tree, notes: Mapping[str, Any], *, replace: bool = False) -> bool:
@@ -204,13 +204,13 @@ class Checkpoints:
         Raises:
             ConfigError: when the notes are not JSON.
             StructureError: when two leaves have the same name in a checkpoint.
-            OutputError: when this checkpoint or an earlier one cannot be written, or one of a later step exists.
+            OutputError: when this or an earlier checkpoint cannot be written, or a checkpoint of a later step exists.
 
         Memory:
-            None on the device. Host memory as in `checkpoint_bytes`. A small state is copied to the host until it is
-            written; only a checkpoint that replaces another is written before this returns. A large state is copied one
-            leaf at a time, and training waits. The compressed form needs as many bytes again. On CPUs the state is in
-            host memory already and is not copied.
+            None on the device. Host memory as in `checkpoint_bytes`. A small state is copied to the host, and is
+            written after this returns, unless it replaces a checkpoint. A large state is copied and written one leaf at
+            a time, and training waits. The compressed form needs as many bytes again. On CPUs the state is in host
+            memory already and is not copied.
         """
         is_existing = step == self._manager.latest_step()
         if is_existing and not replace:
@@ -348,7 +348,7 @@ class Checkpoints:
             give_up: called before arrays are read, to free the old arrays.
 
         Raises:
-            StructureError: for a checkpoint of another model, or over another base.
+            StructureError: for a checkpoint of another model, of other frozen leaves, or of other random keys.
             StateError: when the checkpoint cannot be read, or its files differ from what was written.
         """
         # Each process verifies a part of the files; all raise if any file is damaged.
@@ -512,12 +512,12 @@ class _Retention:
         return [step in steps_to_keep for step in steps]
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Return the best of these steps (the first of equal ones), or None if none was evaluated."""
+        """Return the best of these steps (the first of equally good steps), or None if none was evaluated."""
         evaluated_steps = sorted(step for step in steps if math.isfinite(self._value(step)))
         return min(evaluated_steps, key=self._value) if evaluated_steps else None
 
     def add_evaluation(self, step: int, record: Mapping[str, float], steps: Iterable[int]) -> bool:
-        """Store the result of an evaluation; return whether it is the best, among those of the checkpoints `steps`."""
+        """Store the result of an evaluation; return whether it is the best, compared with the checkpoints `steps`."""
         names = [name for name in record if name != "step"]
         if self.best not in names:
             problem = f"best={self.best!r} is not a value of the evaluation, which has {', '.join(names)}"

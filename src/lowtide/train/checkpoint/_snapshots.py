@@ -40,7 +40,7 @@ class Snapshots:
     """The copies of a state, and the ways to restore them. Mutable: every copy replaces the previous one.
 
     With `rollback`, one copy is kept on the host. The state of a pipeline may stack its layers in another order than
-    the model: `arrangement` then lists the layer in each row of the stack, -1 for padding; else None.
+    the model: `arrangement` lists the layer in each row of the stack, -1 for padding; None for the model's order.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Snapshots:
         return True
 
     def roll_back(self) -> int | None:
-        """Restore the newest readable checkpoint, or a newer copy on the host; return its step, or None."""
+        """Restore the newest readable checkpoint or a newer host copy; return its step, or None if none exists."""
         latest = None if self.checkpoints is None else self.checkpoints.latest_step()
         snapshot_step = -1 if self._snapshot is None else self._snapshot[-1]
         restored_step = None
@@ -135,7 +135,7 @@ class Snapshots:
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def prepare_save(self) -> None:
-        """Adopt changes made in a mutable object, and raise where no checkpoint can be written."""
+        """Adopt changes made in a mutable object; raise without a folder for checkpoints, or inside of `averaged`."""
         require_checkpoints(self.checkpoints, "save")
         self._store.refuse_averaged("save")
         self._store.borrow(lend=False)

@@ -41,20 +41,21 @@ from ...core import (
 
 CHUNK_BYTES = 64 * 1024**2
 """Largest number of bytes of a leaf that are compressed, written and read as one chunk, unless a prime length prevents
-the split. (glibc keeps freed blocks of less than 32 MiB, some for each thread.)"""
+the split. (Chunks of less than 32 MiB would cost memory: glibc keeps such blocks after they are freed.)"""
 _COPY_BYTES = 512 * 1024**2
 """Host memory that a copy of the state may use, so that training continues during a save."""
 _ROW_BYTES = 4 * 1024**2
-"""Rows of at least this size, along the first axis, share no chunk: a contiguous chunk is compressed without a copy."""
+"""If rows along the first axis have at least this size, no chunk spans two rows: then chunks are contiguous, and are
+compressed without a copy."""
 _LEAST_BYTES = 4 * 1024
 """Smaller chunks are avoided, because TensorStore needs 0.2 ms for each."""
 _AHEAD_BYTES = 3 * CHUNK_BYTES // 2
-"""Bytes of chunks that are read ahead while one is placed; a larger chunk is read alone."""
+"""Bytes of chunks that are read ahead while another chunk is placed; a larger chunk is read alone."""
 _JOINED_BYTES = CHUNK_BYTES // 4
 """Smaller chunks are joined into one read, up to this size."""
 CHECKSUMS = "checksums.json"
 _UNVERIFIED = "_CHECKPOINT_METADATA"
-"""File with Orbax's own times, written when the checkpoint is renamed; a restore does not use it."""
+"""File with Orbax's timestamps, without a checksum: it is written at the final rename, and no restore reads it."""
 _BUFFER_BYTES, _NUM_THREADS = 1 << 22, 8
 
 
@@ -114,7 +115,7 @@ class CheckpointBytes:
     saving: int
     """Bytes while a checkpoint is saved."""
     restoring: int
-    """Bytes while one is restored."""
+    """Bytes while a checkpoint is restored."""
     is_copied: bool
     """Whether training continues during a save, because the state is copied: a copy of at most 512 MiB, or of the size
     of the largest leaf. Otherwise training waits, and leaves are copied one after the other."""
