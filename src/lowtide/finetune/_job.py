@@ -61,9 +61,6 @@ def step_job(model: str | Path, *, target: Target | str | None = None, **setting
         SelectionError: when `targets` matches nothing.
         TargetError: when `target` is an unknown device.
 
-    Memory:
-        Allocates nothing; the job's arguments are shapes.
-
     Examples:
         >>> from lowtide import models
         >>> step_job(models.base_path(), batch_size=2, seq_len=32).analyze("cpu").by_role["batch"]

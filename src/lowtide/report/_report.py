@@ -101,9 +101,6 @@ class MemoryReport(ReportFacts, _Viewed):
 
         Raises:
             ReportError: when the file is missing, is not a report, or has another version of the format.
-
-        Memory:
-            None on any device.
         """
         return cls(**read_fields(path))
 

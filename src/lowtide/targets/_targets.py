@@ -145,9 +145,6 @@ def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
         ConfigError: for a figure that is unknown or invalid, or conflicts with another figure; or for an environment
             variable ``XLA_CLIENT_MEM_FRACTION`` that is not a number above 0.
 
-    Memory:
-        None on any device.
-
     Examples:
         >>> target("cpu").device_bytes is None
         True
@@ -174,9 +171,6 @@ def targets() -> tuple[Target, ...]:
 
     Raises:
         ConfigError: for an environment variable ``XLA_CLIENT_MEM_FRACTION`` that is not a number above 0.
-
-    Memory:
-        None on any device.
 
     Examples:
         >>> [goal.name for goal in targets()][:4]

@@ -93,9 +93,6 @@ class DeviceMemory:
         Raises:
             AssertionError: when the bytes exceed the limit of the test's marker; the message lists the largest owners.
             Exception: any exception of `lowtide.memory.analyze`.
-
-        Memory:
-            None on the target.
         """
         __tracebackhide__ = True
         job = Job(

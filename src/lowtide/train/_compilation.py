@@ -368,9 +368,6 @@ def step_job(
 
     Raises:
         SelectionError: when `wrt` selects nothing, or a leaf that cannot be differentiated.
-
-    Memory:
-        None: arrays are replaced by their shapes.
     """
     step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight)
     trainable, mutable, frozen = step.split(jax.tree.map(_placed_shape, split_static(model)[0]))
@@ -446,9 +443,6 @@ def analyze_naive(
     Raises:
         SelectionError: when `wrt` selects nothing.
         Exception: any exception of `lowtide.memory.analyze`.
-
-    Memory:
-        None: arrays are replaced by their shapes.
     """
     arrays, static = split_static(model)
     trainable, frozen = partition(jax.tree.map(_shape, arrays), wrt)

@@ -134,9 +134,6 @@ def checkpoint_bytes(state: Tree) -> CheckpointBytes:
         on a CPU, these bytes are first copied from the device. A restore reads a few chunks at once. For a leaf in host
         memory, it also holds one device's shard.
 
-    Memory:
-        None.
-
     Examples:
         >>> checkpoint_bytes({"w": jax.ShapeDtypeStruct((2**20,), "float32")}).restoring // 2**20
         8
