@@ -127,7 +127,7 @@ def _measure(
     seq_len: int,
     console: Console,
 ) -> tuple[Callable[[Any, Any], Any], int, int]:
-    """Tokenise the data; return a function that evaluates a model, the number of counted tokens, and the row length."""
+    """Tokenise the data; return (function that evaluates a model, number of counted tokens, row length)."""
     from ..finetune import batches_loss, text_loss, token_stream
     from ..finetune.data import evaluation_data
 

@@ -24,12 +24,12 @@ from ._paths import Tree, is_key, key_numbers
 PIECE_BYTES = 64 * 1024**2
 """The most bytes of a tensor that are read or written at once, unless one row of the tensor has more."""
 Pieces = Iterator[tuple[tuple[int, ...], np.ndarray]]
-"""Iterator over pairs of start and values: the pieces of a part of an array, with their starts within that part."""
+"""Iterator over ``(start, values)`` of the pieces of a part of an array; `start` is an index within that part."""
 Reader = Callable[[tuple[slice, ...]], Pieces]
 """Function from an index (a slice with start and stop for every axis) to pieces that cover that part of an array."""
 BATCH_AXES = ("expert", "data", "fsdp")
-"""Mesh axes along which rows of batches are sharded by default, where the mesh has them. `expert` comes first:
-a `jax.shard_map` over this axis alone then finds the rows already sharded that way, and moves none."""
+"""Mesh axes along which rows of batches are sharded by default, where the mesh has them. `expert` comes first, so
+it is the outermost axis: a `jax.shard_map` over it alone then moves no rows between devices."""
 CONTEXT = "context"
 """Mesh axis along which the tokens of each row are sharded, where the mesh has it."""
 _constrain: contextvars.ContextVar[Callable[[Any], Any]] = contextvars.ContextVar("constrain", default=lambda h: h)
@@ -196,7 +196,7 @@ def activation_sharding(constrain: Callable[[Any], Any], mesh: Any = None) -> Ge
 
     Args:
         constrain: a function that returns activations with a sharding constraint.
-        mesh: mesh of the devices, for blocks that shard their work themselves (`traced_mesh`).
+        mesh: device mesh for `traced_mesh`; attention and MoE layers map over it with `jax.shard_map`.
     """
     tokens = _constrain.set(constrain), _mesh.set(mesh)
     try:
@@ -279,7 +279,7 @@ def without_explicit_axes(fn: Callable[..., Any], shardings: Callable[[Any], Any
 
 
 def lookup_sharding(mesh: Any, ids: Any, table: Any) -> Any:
-    """Return the sharding of looked-up rows: the mesh axes of the ids, then the unused mesh axes of the columns."""
+    """Return the sharding of looked-up rows: axes of the ids, then of the table's columns (none if both share one)."""
     ids_spec = jax.typeof(ids).sharding.spec
     columns = (*jax.typeof(table).sharding.spec, None, None)[1]
     used = {name for axis in ids_spec for name in axis_names(axis)}

@@ -53,7 +53,7 @@ class Bridge:
     Raises:
         ConfigError: for a class, a Flax NNX module, or a module with state without the argument `state`.
         SelectionError: when `wrt` selects no array.
-        StructureError: when two leaves have one path. From a step: when the loss function returns no matching state.
+        StructureError: for two leaves with the same path. In a step: for a missing or mismatched state from `loss_fn`.
 
     Memory:
         No copy: the trainer uses the arrays of the module.
@@ -109,12 +109,12 @@ class Bridge:
 
     @property
     def model(self) -> Any:
-        """The module with its current arrays, or ``(model, state)``; placeholders replace arrays of a running step."""
+        """The module, or ``(model, state)``, with current arrays; arrays borrowed by a trainer are placeholders."""
         model, state = self._combine(self._arrays)
         return (model, state) if self._has_state else model
 
     def replace(self, model: Any) -> None:
-        """Continue with another module of the same structure, such as one from `equinox.tree_at`; for `Trainer.update`.
+        """Replace the module by one of the same structure, such as from `equinox.tree_at`; `Trainer.update` calls this.
 
         Args:
             model: the module, or ``(model, state)``. Its trainable arrays and state then belong to the trainer.

@@ -209,7 +209,7 @@ def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
 
 
 def adapted_kernels(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
-    """Return the kernels with an adapter in files, by `Site.index`: name, number of row axes, number of column axes."""
+    """Map `Site.index` to name, number of row axes and number of column axes, for kernels with an adapter in files."""
     axis_counts: Mapping[str, Any] = (config.file.lowtide_kernels or {}) if config.is_lora else {}
     kernels: dict[int, tuple[str, int, int]] = {}
     for site in () if isinstance(model, ExternalNames) or not config.is_lora else sites(model):

@@ -33,8 +33,8 @@ class Variant(NamedTuple):
     power: float = 1.0
     """Exponent p in the scale alpha / rank**p of the product B A. Of several variants, the smallest p applies."""
     is_sum: bool = False
-    """Whether the adapted weight is W + s B A, with the leaves of plain LoRA and a scale s. If not, the variant is
-    refused for kernels, experts, embeddings, LoftQ, an `init` from the weight, `combine`, `unmerge`, products x W."""
+    """Whether the adapted weight is W + s B A, with the leaves of plain LoRA and a scale s. Other variants do not
+    support kernels, experts, embeddings, LoftQ, `init` "pissa" or "olora", `combine`, `unmerge` and the product x W."""
     leaf: str = ""
     """Leaf that only nodes of this variant have. If empty, nodes have a static field with the name `field` instead."""
     suffix: str = ""
@@ -186,7 +186,7 @@ def named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
 
 
 def shard_leaf(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    """Return an array, placed with a sharding, or a `jax.ShapeDtypeStruct` with this sharding."""
+    """Place an array with a sharding; for a `jax.ShapeDtypeStruct`, return one that has this sharding."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return put(leaf, sharding)

@@ -59,7 +59,7 @@ class Site:
 
     @property
     def exclusion_hint(self) -> str:
-        """Hint of errors for a target that the configuration does not support."""
+        """Hint for errors that refuse this site as a target: the pattern that excludes it."""
         return f'leave it out of the targets, for instance with the pattern "!{self.module}"'
 
     @property
@@ -159,7 +159,7 @@ def match_field(field: str, names: Sequence[str], patterns: Any) -> list[str]:
 
 
 def select_sites(model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pattern | Sequence[Pattern]) -> list[Site]:
-    """Return the sites whose own path or module `targets` match and `exclude` does not; errors as in `match_names`."""
+    """Return the sites whose weight or module path matches `targets` but not `exclude`; raise as `match_names` does."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
         if is_adapter(site.node) or hasattr(site.node, "shape"):
@@ -271,7 +271,7 @@ TIED_HINT = "adapt other weights, or train it as a whole with modules_to_save"
 
 
 def tied_names(model: Tree) -> Mapping[str, str]:
-    """Return external names of modules that a model uses twice, each with the external name of its second use."""
+    """Map the external name of each tied module to that of its second use; empty for a model without ``tied_names``."""
     return getattr(model, "tied_names", {})
 
 
