@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:  # the operating system may reject a path
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             print_error(f"{shortened(error.filename)}: {error.strerror}")
-        elif str(error) == "embedded null byte":
+        elif "embedded null" in str(error):  # the rest of the text depends on the version of Python
             print_error("a path contains a NUL character")
         else:
             raise

@@ -46,7 +46,8 @@ def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvali
         >>> memory_space(jax.numpy.ones(3)) == jax.memory.Space.Device
         True
     """
-    if isinstance(leaf, Tracer):
+    # From JAX 0.12, structs of `jax.eval_shape` keep a memory space without a sharding.
+    if isinstance(leaf, Tracer) or (isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None):
         return jax.typeof(leaf).memory_space
     return jax.memory.Space.Host if on_host(getattr(leaf, "sharding", None)) else jax.memory.Space.Device
 
@@ -90,7 +91,7 @@ def put(leaf: Any, sharding: Any) -> Any:
         sharding: a sharding over the devices of all processes.
 
     Memory:
-        The parts of this process's devices; for a NumPy array also a copy during the transfer.
+        The shards on this process's devices. For a NumPy array, the host also holds a copy during the transfer.
     """
     if getattr(leaf, "sharding", None) == sharding:
         return leaf
@@ -279,7 +280,7 @@ def without_explicit_axes(fn: Callable[..., Any], shardings: Callable[[Any], Any
 
 
 def lookup_sharding(mesh: Any, ids: Any, table: Any) -> Any:
-    """Return the sharding of looked-up rows: axes of the ids, then of the table's columns (none if both share one)."""
+    """Return the sharding of looked-up rows: that of the ids, then that of the columns unless both use one axis."""
     ids_spec = jax.typeof(ids).sharding.spec
     columns = (*jax.typeof(table).sharding.spec, None, None)[1]
     used = {name for axis in ids_spec for name in axis_names(axis)}

@@ -41,11 +41,15 @@ class Traffic:
         self._bytes_of: dict[int, int] = {}
         self._fusion_of: dict[int, Any] = {}
         """Fusion instruction by the id of its fused computation."""
+        self._calls_of: dict[int, list[Any]] = {}
+        """Call instructions by the id of the called computation. XLA's CPU compiler of JAX 0.12 calls small loops."""
         for instr in self._instructions.values():
             for operand_id in instr.operand_ids:
                 self._users.setdefault(operand_id, []).append(instr)
             if instr.opcode == "fusion":
                 self._fusion_of[instr.called_computation_ids[0]] = instr
+            elif instr.opcode == "call":
+                self._calls_of.setdefault(instr.called_computation_ids[0], []).append(instr)
 
     def total(self) -> int:
         """Return the bytes of the program; `StructureError` for a loop with an unknown number of iterations."""
@@ -132,7 +136,7 @@ class Traffic:
         if (match := re.search(rb'"known_trip_count":\{"n":"(\d+)"', loop.backend_config)) is not None:
             return int(match[1])
         body, condition = (self._computations[computation_id] for computation_id in loop.called_computation_ids)
-        initial, result = self._instructions[loop.operand_ids[0]], self._instructions[body.root_id]
+        initial, result = self._definition(loop.operand_ids[0]), self._instructions[body.root_id]
         comparison = self._definition(condition.root_id)
         if comparison.opcode == "compare" and comparison.comparison_direction == "LT" and initial.opcode == "tuple":
             counter, bound = map(self._definition, comparison.operand_ids)
@@ -160,14 +164,19 @@ class Traffic:
         is_counter = [term.opcode == "get-tuple-element" and term.tuple_index == index for term in terms]
         return _constant_value(terms[is_counter.index(False)]) if sorted(is_counter) == [False, True] else None
 
+    def _caller(self, computation_id: int) -> Any:
+        """Return the fusion of a computation, or the only call of it; else None."""
+        calls = self._calls_of.get(computation_id, [])
+        return self._fusion_of.get(computation_id, calls[0] if len(calls) == 1 else None)
+
     def _definition(self, instr_id: int) -> Any:
-        """Follow a scalar to the operation that computes it, into and out of fusions."""
+        """Follow a value to the operation that computes it, into and out of fusions."""
         instr = self._instructions[instr_id]
         while True:
             operand = self._instructions[instr.operand_ids[0]] if instr.operand_ids else None
             if instr.opcode == "fusion":
                 instr = self._instructions[self._computations[instr.called_computation_ids[0]].root_id]
-            elif instr.opcode == "parameter" and (caller := self._fusion_of.get(self._parent[instr.id])) is not None:
+            elif instr.opcode == "parameter" and (caller := self._caller(self._parent[instr.id])) is not None:
                 instr = self._instructions[caller.operand_ids[instr.parameter_number]]
             elif (
                 instr.opcode == "get-tuple-element" and operand is not None and operand.opcode in ("tuple", *_BARRIERS)

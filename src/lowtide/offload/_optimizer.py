@@ -5,8 +5,8 @@ It updates these leaves block by block (`_streaming`) if the update is separable
 same row of the arguments (`_separable`). Values are those of the original transformation.
 
 Wrap the outermost transformation, ``optimizer(optax.chain(...))``, not a member of a chain, so that the whole update is
-analysed as one function. Shapes from `jax.eval_shape` have no memory spaces, so `update` raises `PlacementError` for
-such a state. `jax.jit(step).eval_shape` keeps the memory spaces of structs with shardings.
+analysed as one function. Before JAX 0.12, shapes from `jax.eval_shape` have no memory spaces, so `update` raises
+`PlacementError` for such a state. `jax.jit(step).eval_shape` keeps the memory spaces of structs with shardings.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def optimizer(
     Raises:
         ConfigError: for an invalid `tx`, `mode`, `chunk_bytes`, `shardings` or regular expression.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
-        PlacementError: from ``update``, when a selected leaf is not in host memory, like shapes of `jax.eval_shape`.
+        PlacementError: from ``update``, when a selected leaf is not in host memory.
         StructureError: from ``update``, when `shardings` does not have the structure of the gradients. Also under
             `jax.vmap` or differentiation, in a branch of `jax.lax.cond`, or in a `jax.shard_map` with ``check_vma``.
 
