@@ -137,7 +137,7 @@ class Probe(WrappedWeight):
 
 
 class _UseSet(set[Use]):
-    """A set that is compared and hashed by identity, so that all copies of a probe share one set."""
+    """The set that all copies of a probe share. Its equality and hash are by identity, because its contents change."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType, reportUnannotatedClassAttribute]
 
@@ -571,7 +571,7 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _multiply(eqn: Any, weight: _Weight, index: int, run: Callable[[Any, Any], Any], x: Any) -> Any:
-    """Multiply by a node with the precision and output sharding of the program's product, in its widest dtype."""
+    """Multiply by a node in the widest dtype of the program's product, with its precision and output sharding."""
     sharding, precision = eqn.params.get("out_sharding"), _precision_name(eqn, weight.path)
     weight_dtype, out_dtype = eqn.invars[index].aval.dtype, eqn.outvars[0].aval.dtype
     try:
@@ -647,7 +647,7 @@ class _Product(NamedTuple):
     """
 
     pairs: tuple[tuple[int, int], ...]
-    """Pairs of contracted axes: of the weight, counted after its stack, and of the activations."""
+    """Pairs of contracted axes: an axis of the weight, counted after its stack, and an axis of the activations."""
     over_rows: bool
     """Whether the contracted axes of a weight [*stack, *m, *n] are m; otherwise they are n."""
     is_right: bool
@@ -729,7 +729,7 @@ def _is_table(weight: _Weight) -> bool:
 
 
 def _is_row_slice(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a `dynamic_slice` takes one row on the first axis; starts on other axes are clamped to 0."""
+    """Return whether a `dynamic_slice` takes one whole row; JAX clamps its start indices on other axes to 0."""
     return tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
 
 

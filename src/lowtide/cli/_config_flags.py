@@ -83,7 +83,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _kind(hint: Any) -> type:
-    """Return the first type in a hint that is not None: ``tuple[str, ...]`` becomes tuple, a `Literal` becomes str."""
+    """Return the first type in a hint other than None: ``tuple[str, ...]`` becomes tuple, a `Literal` becomes str."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     first = next(kind for kind in kinds if kind is not type(None))
     origin = typing.get_origin(first) or first

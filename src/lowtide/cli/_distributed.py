@@ -38,7 +38,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def start(args: argparse.Namespace) -> Any:
     """Connect the processes if --distributed is given, and return the `ShardingRules` of the run.
 
-    Return None without --distributed and --pipeline: the run then uses one device.
+    If neither --distributed nor --pipeline is given, return None: the run then uses one device.
     """
     flags = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
     missing = [name for name, value in flags.items() if value is None]

@@ -374,7 +374,7 @@ def _tuning_lines(job: Any, table: Any) -> dict[str, str]:
 
 
 def _final_rate(config: Any) -> str:
-    """Describe the learning rate after its schedule has ended; return "" if it covers all steps or never ends."""
+    """Describe the learning rate after its schedule; return "" if the schedule covers all steps or never ends."""
     steps = config.schedule_steps or config.num_steps
     if steps >= config.num_steps or config.schedule in ("constant", "inverse_sqrt"):
         return ""

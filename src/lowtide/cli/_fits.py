@@ -132,7 +132,7 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _margin(num_bytes: int | None) -> str:
-    """Format a margin; a negative margin becomes "SIZE over", without a sign, so that SIZE fits --budget."""
+    """Format a margin; a negative margin becomes "SIZE over", where SIZE has no sign, as ``--budget`` expects."""
     return f"{format_bytes(-num_bytes)} over" if num_bytes is not None and num_bytes < 0 else _size(num_bytes)
 
 

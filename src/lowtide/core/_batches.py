@@ -25,10 +25,10 @@ _NON_NUMERIC_KINDS = "OSUMm"
 
 
 def as_arguments(batch: Tree) -> Tree:
-    """Convert the leaves of a batch to JAX arrays; on a CPU, only copy NumPy arrays whose dtype JAX would keep.
+    """Convert the leaves of a batch to JAX arrays; on a CPU, NumPy arrays whose dtype JAX keeps are only copied.
 
-    On a CPU JAX shares the buffers of NumPy arrays with a step, and the user may refill them while the step runs. A
-    copy takes less time than a conversion to a JAX array. Raises the errors of `as_numpy` and `refuse_objects`.
+    The copy is needed because on a CPU a step reads NumPy's buffers, which the user may refill while the step runs. A
+    copy is faster than a conversion. Raises the errors of `as_numpy` and `refuse_objects`.
     """
     is_cpu = jax.default_backend() == "cpu"
 
@@ -92,7 +92,7 @@ def argument_shapes(batch: Tree) -> Tree:
 
 
 def refuse_objects(batch: Tree) -> None:
-    """Raise for leaves of a batch that hold no numbers, or integers too large for JAX's dtype.
+    """Raise if a leaf of a batch does not hold numbers, or holds integers too large for JAX's dtype.
 
     Raises:
         DataError: with the path of the first such leaf.

@@ -16,7 +16,7 @@ from ._errors import ConfigError, LowtideError
 from ._files import shown
 
 _LONGEST_WORD = 100
-"""A similar choice is suggested only for texts with fewer characters; a value from a file may have megabytes."""
+"""Only shorter texts get a similar choice as a hint: a value from a file may have megabytes, and the search is slow."""
 
 
 def is_count(value: Any, least: int) -> bool:

@@ -312,8 +312,8 @@ def splash_backward(
     """Compute the gradients of queries, keys and values with JAX's splash attention kernels.
 
     `arrays_NTH` are the queries, the cotangent of the output, the log-sum-exps [N, T], and each row's sum of output
-    times cotangent [N, T]. `keys_KSH` are keys and values. With `is_fused` one kernel computes all three gradients. It
-    needs one partial gradient of the queries for each block of keys. Other arguments are those of `splash_forward`.
+    times cotangent [N, T]. `keys_KSH` are keys and values. With `is_fused` one kernel computes all three gradients, and
+    stores a partial gradient of the queries for each block of keys. Other arguments are those of `splash_forward`.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
@@ -367,7 +367,7 @@ def _splash_blocks(block: int, is_fused: bool) -> Any:
 def _splash_tables(
     num_queries: int, num_keys: int, causal: bool, window: int | None, block: int, is_fused: bool
 ) -> tuple[Any, Any, Any]:
-    """Return the kernel's block tables, by queries and by keys, and its mask function.
+    """Return the block tables of the forward and dq kernels, the block tables of the dkv kernel, and the mask function.
 
     The tables are NumPy arrays. JAX's constructors would make traced arrays, and evaluate the mask at every element.
     """
@@ -380,7 +380,7 @@ def _splash_tables(
         return visible if window is None else visible & (queries - keys < window)
 
     class Band(masks.Mask):
-        """A mask that depends only on the distance from key to query, so one row of distances describes a block."""
+        """Mask by the distance from key to query; a block is returned as one row, with an entry for each distance."""
 
         @property
         def shape(self) -> tuple[int, ...]:

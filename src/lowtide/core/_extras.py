@@ -11,7 +11,7 @@ _MODULES = {
     "train": ("grain", "orbax.checkpoint", "tensorstore"),
     "finetune": ("jinja2", "pydantic", "regex", "safetensors", "tokenizers", "tomli_w"),
 }
-"""Extras of `pyproject.toml` that whole packages of Lowtide need to be imported, and the modules to check for each."""
+"""Map from an extra of `pyproject.toml` to the modules that `require_extra` checks."""
 
 
 @functools.cache

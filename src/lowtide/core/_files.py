@@ -1,7 +1,7 @@
 """Read untrusted files within limits, and write files either completely or not at all; this needs no JAX.
 
-Loading a model opens files that strangers wrote. All files are read in the same steps. Before the last step, no memory
-is allocated by a size that a file states:
+Loading a model opens files that strangers wrote. All files are read in the same steps. No size
+that a file states decides how much memory these steps allocate:
 
 1. `input_file` accepts only a regular file inside of its folder. A link may lead to a file of the same folder. In a
    snapshot of a Hugging Face cache (``<repository>/snapshots/<revision>``) a link may also lead to the blobs of the
@@ -57,8 +57,8 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
         The path as the user named it: links are not resolved, since messages show it.
 
     Raises:
-        ModelFileError: when the name leads to another folder, the file is missing, or access fails. Also for a link out
-            of the folder (except to blobs of a Hugging Face cache), and for a folder, a pipe or a device.
+        ModelFileError: when the name leads to another folder, the file is missing, or access fails; when a link
+            leads out of the folder (except to blobs of a Hugging Face cache); for a folder, a pipe or a device.
     """
     path = Path(folder) / name
     if not name or name in (".", "..") or "\0" in name or Path(name).name != name or "\\" in name:
@@ -116,8 +116,8 @@ def parse_json_value(content: bytes, file_name: str, *, allow_nan: bool = False)
     With `allow_nan`, numbers may be NaN or infinite, as Python writes them.
 
     Raises:
-        ModelFileError: when the content is not JSON, repeats a name in one object, or has an unpaired surrogate. Also
-            beyond `MAX_DEPTH` levels or `MAX_DIGITS` digits, and for non-finite numbers without `allow_nan`.
+        ModelFileError: when the content is not JSON, repeats a name in one object, or has an unpaired surrogate; when
+            it exceeds `MAX_DEPTH` levels or `MAX_DIGITS` digits; for non-finite numbers without `allow_nan`.
     """
     parse_number = float if allow_nan else _parse_number
     try:

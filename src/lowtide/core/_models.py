@@ -101,7 +101,7 @@ class LayerStack:
         Raises:
             StructureError: for layers that do not stack, or a block whose result differs in structure, shape or dtype
                 from its input.
-            ConfigError: for a `remat` that is neither a bool nor a policy. For a `layers_per_remat` outside of 1 to
+            ConfigError: for a `remat` that is neither a bool nor a policy; for a `layers_per_remat` outside of 1 to
                 `num_layers`, or above 1 without ``remat=True``.
 
         Memory:
@@ -338,8 +338,8 @@ class ModelObject(Protocol):
     Optional members:
 
     - ``call(model, batch)``: the default function of `Trainer.predict`.
-    - ``replace(model)``: continues with another model, for immutable objects. `Trainer.update` needs it.
-    - ``constrained(trainable)``: returns the trainable leaves with weight constraints applied, after every update.
+    - ``replace(model)``: replaces an immutable model, such as an Equinox module; `Trainer.update` calls it.
+    - ``constrained(trainable)``: applies weight constraints to trainable leaves; called after every update.
     - ``lowered(model, dtype)``: returns the model prepared to compute in `dtype`. It is used with `compute_dtype`.
     - ``autocast(dtype)``: alternative to ``lowered``, a context manager for tracing the model. The trainer then casts
       no arrays itself. `dtype` is a name, such as ``"bfloat16"``.
@@ -388,7 +388,7 @@ class ExternalNames(Protocol):
     Optional members:
 
     - ``table_names``: set of the external names of embedding lookups.
-    - ``tied_names``: dictionary from the external name of a shared weight's module to the name of its second use.
+    - ``tied_names``: dictionary from the name of a module whose weight is used twice to the name of the second use.
     - ``named_as(names)``: returns the model with the naming scheme of these module or tensor names.
     - ``ignored_modules``: names of modules of the other library that the model lacks.
     - ``expert_parameters``: dictionary from external parameters that hold all experts of a layer to module paths.
@@ -405,7 +405,7 @@ class ExternalNames(Protocol):
             the layer's index when the module's leaves are stacked along a leading layer axis.
 
         Raises:
-            KeyError: when nothing at `path` is a module of the other library.
+            KeyError: when the other library has no module for `path`.
         """
         ...
 

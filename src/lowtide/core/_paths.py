@@ -42,7 +42,7 @@ def map_with_paths(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
 
 
 def is_array_like(leaf: Any) -> bool:
-    """Return whether a leaf holds numbers: arrays, shape structs, tracers and Python scalars, not functions or text."""
+    """Return whether a leaf holds numbers (array, shape struct, tracer, Python scalar); functions and text do not."""
     return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, (bool, int, float, complex))
 
 

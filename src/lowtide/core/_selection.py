@@ -27,7 +27,7 @@ Selector = Pattern | Sequence[Pattern] | Callable[[str, Any], bool]
 """A pattern, a sequence of patterns, or a predicate ``(path, leaf) -> bool``."""
 
 _TOKENS = re.compile(r"\\.|\$?\{|[,}]", re.DOTALL)
-"""Characters that may split a pattern into alternatives; an escaped character matches as a whole and splits nothing."""
+"""Delimiters of alternatives in a pattern. An escaped character matches with its backslash, and delimits nothing."""
 _HALVES = "combine the two halves that partition returned, without changing their structure"
 _HOLD_ONCE = "hold the array at one path and use it twice in the model, or untie it with jnp.array(leaf, copy=True)"
 

@@ -103,7 +103,7 @@ def any_process(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
 
 
 def check_shared_folder(processes: Processes, folder: Path) -> None:
-    """Raise `ConfigError` unless all processes see the same folder. Otherwise, they would wait for files forever."""
+    """Raise `ConfigError` if processes see different folders: they would wait for each other's files forever."""
     if processes.count == 1:
         return
 
@@ -254,16 +254,16 @@ class Processes:
         return [json.loads(text) for text in replies if text is not None]
 
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
-        """Return ``{"shard": ..., "position": mine}`` of each process; a single entry if all read whole batches."""
+        """Return a list of each process's ``{"shard": ..., "position": mine}``; one entry if all read whole batches."""
         if self.count == 1 or not self._rules.local_batches:
             return [{"shard": None, "position": mine}]
         return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
-        """Return the saved position, which may be None, of this process's shard; `saved` is a result of `positions`.
+        """Return the position (or None) that was saved for this process's shard; `saved` is a result of `positions`.
 
         If no entry has this shard, return the first position, with the number of entries as ``num_processes``. Only
-        data indexed by step resumes from it; `DataCursor.start` raises `DataError` for other data.
+        data indexed by step resumes from this position; `DataCursor.start` raises `DataError` for other data.
         """
         is_local = self.count > 1 and self._rules.local_batches
         shard = list(self._rules.data_shard) if is_local else None
@@ -346,7 +346,7 @@ class Processes:
 def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lambda model: model) -> Any:
     """Check that all processes have the same model, and put it on the mesh.
 
-    A pytree is passed to `arrange` between the two steps. A `ModelObject` is changed in place and returned.
+    A pytree is passed to `arrange` after the check. A `ModelObject` is changed in place and returned.
     """
     processes = Processes(rules)
     if not isinstance(model, ModelObject):

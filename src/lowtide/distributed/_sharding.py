@@ -69,8 +69,7 @@ def make_mesh(
         stage: ranks of a pipeline; by default the mesh has no such axis.
         data: number of copies of the model, each of which trains on a part of the batch.
         fsdp: parts of weights, optimizer state and batch; by default all remaining devices, or 1 if another size is -1.
-        expert: parts into which batches are sharded, and experts if rules select them; by default the mesh has no such
-            axis.
+        expert: parts of a batch, and of the experts if rules shard them; by default the mesh has no such axis.
         context: parts into which the tokens of each row are sharded; by default the mesh has no such axis.
         tensor: parts into which each projection is sharded; keep it within one host, whose links are fast.
         devices: devices of the mesh; by default all devices of all processes.
@@ -127,7 +126,7 @@ class ShardingRules:
     mesh: jax.sharding.Mesh
     """Devices with named axes; `make_mesh` makes a mesh."""
     rules: Mapping[str, jax.P] = dataclasses.field(default_factory=dict[str, jax.P])
-    """Regular expressions for whole paths, and the partition specs of the leaves that they match."""
+    """Map from a regular expression for whole paths to the partition spec of the leaves that it matches."""
     batch_axes: str | Sequence[str] = ()
     """Mesh axes that shard the leading axis of batches; by default ``expert``, ``data`` and ``fsdp``."""
     context_leaves: str = ".*"
@@ -217,7 +216,7 @@ class ShardingRules:
         return None
 
     def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
-        """Return the sharding for an array or shape: its current sharding if it is on the mesh and no rule matches."""
+        """Return the sharding for an array or shape; a leaf on the mesh that no rule matches keeps its sharding."""
         if self._is_on_mesh(leaf) and self._rule_spec(path, leaf.shape) is None:
             return leaf.sharding
         itemsize = 4 if is_key(leaf) else leaf.dtype.itemsize

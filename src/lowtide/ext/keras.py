@@ -109,13 +109,13 @@ class Bridge:
         """Make a loss function for `lowtide.Trainer` that includes the model's own losses (regularisers).
 
         Args:
-            loss: a Keras loss, its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
-                outputs, with one array each. Ranks and masks follow Keras: labels (B,) become (B, 1) if the outputs
-                are (B, 1).
+            loss: a Keras loss, the name of one, such as ``"sparse_categorical_crossentropy"``, or a function of one
+                array of labels and one of outputs. Ranks and masks follow Keras: labels (B,) become (B, 1) if the
+                outputs are (B, 1).
             metrics: dictionary from a name of your choice to a metric. A metric is a function of labels and outputs,
-                such as `keras.metrics.binary_accuracy`, or a Keras metric that is a mean over examples. Keras' names
-                of these are accepted, too. The result is the mean over a batch, without sample weights and without
-                masked examples; over several batches, it is the mean of the batches' means.
+                such as `keras.metrics.binary_accuracy`, a Keras metric that is a mean over examples, or Keras' name
+                of either. Each value is the mean over a batch, without sample weights and without masked examples;
+                over several batches, it is the mean of the batches' means.
             class_weight: weights by class, as in `lowtide.train.example_weights`; used only in training, as in Keras'
                 ``fit``. Labels with the shape of the outputs are one-hot. A `sample_weight` is multiplied by the
                 weights.

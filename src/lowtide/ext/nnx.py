@@ -93,7 +93,7 @@ class Bridge:
         self.wrt = among(self._trainable)
         """Selects the trainable leaves: the variables that the argument `wrt` selects."""
         self.mutable = among(self._mutable_names) if self._mutable_names else None
-        """Selects the leaves that a call may change: neither parameters nor trainable; None without such leaves."""
+        """Selects leaves that a call may change: all but parameters and trainable leaves. None without such leaves."""
         self._borrowed = set[str]()
         self._attributes_before: dict[str, Any] = {}
         """Attributes of the step's module before the user's function is called."""
@@ -180,7 +180,7 @@ class Bridge:
         return module
 
     def _array_places(self) -> dict[str, _Place]:
-        """Return each place of the module that holds an array, or its placeholder while a trainer has borrowed it."""
+        """Return, by path, the places of the module's arrays, also while a trainer has borrowed the arrays."""
         places = sorted(_places(self.model, borrowed=self._borrowed).items())
         return {name: place for name, place in places if name in self._names}
 

@@ -235,19 +235,19 @@ class EndTokens:
     """Ids of the tokens that end a generated text.
 
     A base model's config.json names the end of a document (``<|endoftext|>``). Chats end their turns with another token
-    (``<|im_end|>``), and a model tuned on chats writes only that one. So an answer ends at every end token of
-    config.json, generation_config.json and the tokenizer. It also ends at the token that closes an assistant's turn in
-    the chat template.
+    (``<|im_end|>``), and a model tuned on chats writes only this second token. So an answer ends at every end
+    token of config.json, generation_config.json and the tokenizer. It also ends at the token that closes an assistant's
+    turn in the chat template.
     """
 
     answer: tuple[int, ...]
     """All end tokens; the end tokens of config.json come first."""
     text: int | None
-    """Token that training appends to documents and completions, from config.json or else the tokenizer; or None."""
+    """Token that training appends to documents and completions (from config.json, else the tokenizer), or None."""
     turn: int | None
     """Token that closes an assistant's turn in the chat template; None without a template or such a token."""
     is_turn_open: bool
-    """Whether the template writes no added token after an answer. Then a model tuned on chats learns no stop."""
+    """Whether chats teach no stop: the template writes no added token after an answer, or one without an embedding."""
 
 
 def load_end_tokens(
@@ -301,9 +301,9 @@ def _parse_ids(value: Any, source: Any, vocab_size: int) -> Sequence[int]:
 
 
 def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None, bool]:
-    """Return the first added token after an answer in a rendered chat, or None; and whether there is no such token.
+    """Return the token that closes an answer in a rendered chat, or None, and whether the chat lacks such a token.
 
-    If the rendered chat does not contain the answer, return (None, False).
+    That token is the first added token after the answer. If the rendered chat lacks the answer, return (None, False).
     """
     text = chat_turn(template, _ANSWER)
     begin = text.rfind(_ANSWER)
@@ -318,7 +318,7 @@ def _turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int | None,
 
 
 def with_end_tokens(files: Mapping[str, bytes], ends: EndTokens, config: models.DecoderConfig) -> dict[str, bytes]:
-    """Return the files of a model, contents by name, with all end tokens in generation_config.json.
+    """Return a model's files (a dict from names to contents), with all end tokens in generation_config.json.
 
     The `generate` of transformers stops at the end tokens of this file, or at those of `config` if the file has none.
     """

@@ -216,7 +216,7 @@ def _largest_that_fits(
     budget: int,
     try_change: Callable[[Mapping[str, Any]], int | None],
 ) -> dict[str, int]:
-    """Return the flags of one smaller value of `field`, with the bytes that the run then needs.
+    """Return the flags that set `field` to one smaller value, mapped to the bytes that the run then needs.
 
     The value is interpolated. It is `lower_limit` if the interpolated value does not fit the budget, even when
     `lower_limit` does not fit either. The result is empty if the step cannot be compiled with `lower_limit`.

@@ -73,7 +73,7 @@ class FinetuneConfig:
     """All settings of a fine-tuning run, with their defaults; each field is a key of the TOML file and a flag.
 
     The constructor raises ConfigError for a value of the wrong type or out of range, and without the extra
-    ``finetune``. It also raises ConfigError for settings that contradict each other, or that another makes useless.
+    ``finetune``. It also raises ConfigError for settings that contradict each other, or make another setting useless.
     """
 
     model: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR", **_PATH})

@@ -121,7 +121,7 @@ class JobPlan:
         return optimizer(self.config, self.schedule)
 
     def job(self) -> Job:
-        """Return the step; its roles are as in `train.step_job`, or with `full` ``state``, ``frozen`` and ``batch``."""
+        """Return the step; argument roles: ``state``, ``frozen``, ``batch`` if `full`, else as in `train.step_job`."""
         config, tx = self.config, self.tx
         names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
         batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
@@ -133,7 +133,7 @@ class JobPlan:
         )
 
     def saved_bytes(self) -> int | None:
-        """Count the bytes of gradients and optimizer state that the frozen weights of the base would need to train.
+        """Count the bytes of gradients and optimizer state that training the frozen weights of the base would need.
 
         Each weight counts in its dtype, a quantised weight in the dtype of the weight that it replaces. A weight with a
         trainable copy (`modules_to_save`) does not count. None with `full`, where no weight is frozen.
@@ -293,7 +293,7 @@ def _offload_inputs(stack: LayerStack) -> LayerStack:
 
 
 def _to_host(h: Tree) -> Tree:
-    """Move the inputs of a group of blocks to the host, except integers, and vectors, which a TPU cannot slice."""
+    """Move the inputs of a group of blocks to the host; keep integers, and vectors (a TPU cannot slice vectors)."""
     return offload.to_host(h, lambda path, leaf: leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 

@@ -454,7 +454,7 @@ def _trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapp
 
 
 def _device_bytes(tree: Tree) -> int:
-    """Return the bytes that the arrays of a tree take on one device; gradients with their shardings take as many."""
+    """Return the bytes that a tree's arrays take on one device; gradients of equal shardings take as many bytes."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return tree_bytes([jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays])
 

@@ -47,8 +47,8 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         out: the run's folder.
         values: configuration values of the call.
         where: source of these values, for messages.
-        resume: whether to continue the run in `out`. Then its own `config.toml` applies, and `values` must not
-            contradict it, except for a larger number of steps.
+        resume: whether to continue the run in `out`. Then the `config.toml` in `out` applies. `values` must
+            agree with this file, but may set a larger number of steps.
 
     Returns:
         The configuration.
@@ -362,9 +362,9 @@ def _charts(config: FinetuneConfig, records: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _clip_peaks(points: list[tuple[float, float | None]]) -> tuple[list[tuple[float, float | None]], str]:
-    """Return the points, clipped at four times the median, and a note for the title, which is empty if none is clipped.
+    """Return a curve of speeds, clipped at four times the median, and a note for the title ("" if nothing is clipped).
 
-    Larger values occur when the wait for a step is counted elsewhere, so that the step itself seems fast.
+    Higher speeds are artefacts: the wait for a step was not counted in its time, so the step seems fast.
     """
     values = [value for _, value in points if value is not None]
     limit = 4 * statistics.median(values) if values else math.inf

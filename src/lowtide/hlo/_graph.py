@@ -285,7 +285,7 @@ class Graph:
     # --- where JAX made an operation ---------------------------------------------------------------------------------
 
     def scope(self, instr_id: int) -> str:
-        """Return JAX's scope of an operation, ``op_name``; a fusion without a scope gets one of a fused operation."""
+        """Return JAX's scope of an operation, ``op_name``; a fusion without a scope gets a fused operation's scope."""
         return next((metadata.op_name for metadata in self._metadata(instr_id) if metadata.op_name), "")
 
     def source(self, instr_id: int) -> str:
@@ -436,7 +436,7 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
     """Return the position of each event.
 
     An allocation happens at the next run of the instruction that it names. A FREE names the instruction that made the
-    value, not its last reader. A FREE gets the position of the last use, within the allocations before and after it.
+    value, not its last reader. It gets the position of the value's last use, limited by the allocations around it.
     """
     positions_by_name: dict[str, list[int]] = {}
     for position, instr_id in enumerate(graph.order):

@@ -79,7 +79,7 @@ PRIMITIVES: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
     "pallas_call": (Kind.KERNEL, ("jaxpr",)),
     "call_hi_primitive": (Kind.OPAQUE, ()),
 }
-"""Operations by their names in all JAX versions: their kind, and the parameters that hold their jaxprs."""
+"""Maps the name of an operation, in any JAX version, to its kind and the parameters that hold its jaxprs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@
 | a call of a traced function | inlined | `eval_jaxpr` | `eval_jaxpr` |
 | parameters of a `scan` | `num_consts`, `num_carry` | `ft_in` | `ft_in` |
 | names in a checkpoint policy | attributes, closures | attributes | closures |
-| checkpoint, name with `jax_remat3` | `call_hi_primitive`, except in gradients | `call_hi_primitive` | as in 0.11.2 |
+| checkpoints, names with `jax_remat3` | `call_hi_primitive`, except in gradients | `call_hi_primitive` | as in 0.11.2 |
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def policy_names(policy: Any) -> dict[str, bool]:
-    """Map the checkpoint names that a policy of `jax.checkpoint` distinguishes to whether the policy saves them.
+    """Find the checkpoint names in a policy of `jax.checkpoint`; map each name to whether the policy saves it.
 
     A policy is an opaque function. So its attributes, closure, defaults and constants are searched for strings. The
     policy is then called with each string as a name. A string is a checkpoint name if the answer differs from the

@@ -2,8 +2,8 @@
 
 The sequence is cut into chunks, and a chunk's logits live only while its loss is computed. The gradient is computed in
 the forward pass, chunk by chunk, as in Liger Kernel (arXiv:2410.10989). So logits are not computed twice. The residual
-for the backward pass is d loss / d h, of the size of h, instead of h itself. Second derivatives work in reverse mode.
-Exception: for a `RunningGradient` head, the residual is h; the backward pass computes logits again, then the gradient.
+for the backward pass is d loss / d h, of the size of h. Second derivatives work in reverse mode. Exception: a
+`RunningGradient` head adds its gradient to a running total. Then h is kept, and the backward pass recomputes logits.
 
 Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded. If the mesh
 axis ``context`` shards the sequence, each device cuts its own part into chunks.
@@ -49,7 +49,7 @@ _DTYPES = {
     "labels": ((jnp.integer,), "an integer", "pass class indices, not one-hot"),
     "head": ((jnp.floating, jnp.integer), "a floating-point or integer", "cast it"),
 }
-"""For each array: the allowed kinds of dtypes, their description, and the hint for any other dtype."""
+"""Maps each array to its allowed kinds of dtypes, their description, and the hint for any other dtype."""
 
 
 class _Options(NamedTuple):
@@ -158,7 +158,7 @@ def _sum_cross_entropy(static: tuple[Any, _Options], h: Array, leaves: tuple[Arr
 
 
 def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labels: Any) -> tuple[Array, Any]:
-    """Compute the sum, and gradients of the differentiated inputs, which the backward pass scales by the cotangent."""
+    """Compute the summed loss, and the gradients, which the backward pass scales by the loss's cotangent."""
     treedef, options = static
     is_h_perturbed, trained = h.perturbed, tuple(leaf.value if leaf.perturbed else None for leaf in leaves)
     h, leaves, labels = h.value, tuple(leaf.value for leaf in leaves), labels.value
@@ -204,7 +204,7 @@ _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _running_cross_entropy(options: _Options, h: Array, head: RunningGradient, labels: Array) -> Array:
-    """Compute the sum for a `RunningGradient` head.
+    """Compute the summed loss for a `RunningGradient` head.
 
     The head's cotangent is its `total` plus the gradient. The gradient has to be scaled by the loss's cotangent before
     this addition, so the backward pass computes the gradient.

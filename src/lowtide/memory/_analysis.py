@@ -145,8 +145,8 @@ def analyze(
             an argument that contains functions (an Equinox module), everything except arrays is constant, as in
             `equinox.filter_jit`.
         target: a `Target`, a name for `lowtide.memory.target`, or None for the attached hardware.
-        roles: maps names of roles to arguments, such as ``{"params": 0, "batch": ("x", "y")}``: a position, a keyword,
-            or a sequence of them. Other arguments have the role ``other``.
+        roles: maps the name of a role to its arguments: a position, a keyword, or a sequence of them. Example:
+            ``{"params": 0, "batch": ("x", "y")}``. Other arguments have the role ``other``.
         donate_argnums: as in `jax.jit`; not for a function that is already jitted.
         static_argnums: as in `jax.jit`. For a jitted function, repeat the positions that `jax.jit` received.
         isolate: compile in a separate process, since a process that compiled for a TPU keeps much memory. The function
@@ -394,7 +394,7 @@ def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[Arg
 
 
 def _derived_bytes(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
-    """Map each role that no argument leaf has to its bytes; `leaf_bytes` is the total of the argument leaves."""
+    """Map the roles that arguments cannot have to their bytes; `leaf_bytes` is the total of the argument leaves."""
     return {
         "unattributed": space.argument_bytes - leaf_bytes,
         "outputs": space.output_bytes - space.alias_bytes,
@@ -422,7 +422,7 @@ def _uncounted_notes(owners: Owners, target: Target) -> tuple[str, ...]:
 
 
 def _with_call_position(leaf: ArgumentLeaf, dynamic: Sequence[int]) -> ArgumentLeaf:
-    """Replace a leaf's argument number by its position in the call; compiled programs do not count static arguments."""
+    """Replace a leaf's argument number, which counts no static arguments, by the argument's position in the call."""
     if not isinstance(leaf.argument, int):
         return leaf
     position = dynamic[leaf.argument]
@@ -542,7 +542,7 @@ class _HostCopies:
                 )
 
     def _read_ranges(self, leaf: int, parameter: Value) -> tuple[set[tuple[int, int]], dict[tuple[int, int], int]]:
-        """Return the position ranges that read the whole leaf; map other ranges to the bytes of their largest slice."""
+        """Return the position ranges of whole reads, and a map from ranges of partial reads to their largest bytes."""
         full_reads = dict[int, tuple[int, int]]()
         slice_reads = dict[tuple[int, int], int]()
         aliases, frontier = {parameter}, [parameter]

@@ -1,4 +1,4 @@
-"""Classify the values of a program by how the program makes and uses them: pass, copied argument, gradient.
+"""Classify the values of a program by how the program makes and uses them: by pass, as copies, as gradients.
 
 The passes of a gradient are the forward pass, recomputation, the backward pass and the update of the arguments. The
 classification uses no names that people choose. `Passes` reads the scopes in which JAX records the transformation that
@@ -40,8 +40,8 @@ class Dataflow:
     - The **update** consists of the operations outside of the other passes that depend on the backward pass.
     - A value is a **copy** of an argument if only moves and conversions lie between the argument and the value.
     - An **activation** is made in the forward pass and read, possibly after moves, in the backward pass.
-    - The **gradient** of a leaf is the value of the backward pass from which the output that replaces the leaf is
-      computed. The search starts at that output and follows values with the same number of elements.
+    - The **gradient** of a leaf is the value of the backward pass from which the leaf's next value, an output, is
+      computed. The search starts at this output and follows values with the same number of elements.
 
     Mutable: `follow_gradients` adds the gradients. `leaves` maps each array of the program's parameters to the index of
     its argument leaf.
@@ -394,7 +394,7 @@ class Dataflow:
         return set() if is_cotangent else summands
 
     def _summed_operand(self, value: Value) -> Value | None:
-        """Return the array that a value sums, perhaps with weights (clipped gradients), along an axis; else None."""
+        """Return the array whose sum along an axis is this value, perhaps with weights (clipped gradients), or None."""
         instruction = self.graph.instructions[value[0]]
         operands: list[Value] = [(operand_id, ()) for operand_id in instruction.proto.operand_ids]
         if instruction.opcode in _REDUCTIONS:
@@ -459,7 +459,7 @@ class Passes:
         return "recompute" if _RECOMPUTATION.search(first_scope(scope)) else "backward"
 
     def is_open(self, scope: str) -> bool:
-        """Return whether an inner gradient may belong to an outer forward pass, which scopes alone do not show."""
+        """Return whether scopes leave it open if this inner gradient is a part of an outer forward pass."""
         # Examples: first-order MAML, and a curvature in addition to the gradient. Nothing differentiates the inner
         # gradient.
         levels = _levels(scope)

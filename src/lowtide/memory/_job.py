@@ -2,7 +2,7 @@
 
 A role is a category of memory in a report, such as ``params``.
 The command line, the pytest plugin and `extrapolate` call a user's function that returns a job in one of several forms.
-This module converts the returned value to a `Job`. For other values, it raises an error with the function's name.
+This module converts the returned value to a `Job`. A value of another form raises an error that names the function.
 """
 
 from __future__ import annotations

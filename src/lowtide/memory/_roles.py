@@ -44,7 +44,7 @@ def argument_roles(
 
 
 def named_roles(roles: Mapping[str, str], leaves: Sequence[ArgumentLeaf]) -> list[str]:
-    """Return each leaf's role in a dumped program: ``roles[name]`` for its argument's name, by default the name."""
+    """Return each leaf's role in a dumped program: ``roles[name]`` for an argument `name`, or `name` if it has none."""
     return [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
 
 

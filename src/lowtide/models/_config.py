@@ -17,7 +17,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
     "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
-"""Fields of `RopeScaling` that each type uses, in addition to the factor and the length of pretraining."""
+"""Names of the `RopeScaling` fields that a type uses, by type; factor and pretraining length are not listed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Experts:
     clamped: bool = False
     """Whether experts are those of gpt-oss: interleaved gate and up, biases, clamping, and a scaled sigmoid gate."""
     limit: float = 7.0
-    """gpt-oss: upper bound of gate, and bound of the absolute value of up (``swiglu_limit``)."""
+    """gpt-oss: upper bound of the gate outputs, and bound of the up outputs' absolute values (``swiglu_limit``)."""
     router_loss_coef: float = 0.0
     """Factor of the load-balancing loss (Switch Transformer, arXiv:2101.03961); 0: it is not computed."""
 
@@ -169,7 +169,7 @@ class DecoderConfig:
     final_soft_cap: float | None = None
     """Soft cap of logits, ``cap * tanh(logits / cap)``; None: no cap."""
     attention_sinks: bool = False
-    """Whether each head has a learned score that joins the softmax without a key."""
+    """Whether each head has an attention sink: a learned score in the softmax that belongs to no key."""
     fused_projections: bool = False
     """Whether query, key and value projections are one matrix, and gate and up projections another matrix (Phi-3)."""
     experts: Experts | None = None

@@ -127,7 +127,7 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 
 def _differences(config: DecoderConfig, reread: DecoderConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields in which two configurations compute different results, with both values."""
+    """Return both values of each field that makes two configurations compute different results, by field."""
 
     # Different fields can mean the same computation, so defaults and windows are resolved before the comparison.
     def resolved_fields(decoder: DecoderConfig) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping
 
 
 def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[str, Any]:
-    """Return the file's fields, and split `rope_parameters` if it has one entry for each layer type.
+    """Return the file's fields, with `rope_parameters` split if that field has one entry for each layer type.
 
     The entry of full-attention layers becomes `rope_parameters`, the entry of sliding-window layers `local_rope`. If
     all layers have one type, transformers 5 adds ``rope_theta`` (null) and ``rope_type`` (default); both are ignored.
@@ -183,7 +183,7 @@ def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[s
 
 
 def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
-    """Return the rotary settings of the file; duplicates that differ, and unknown settings, raise ModelFileError."""
+    """Return the file's rotary settings; unknown settings and contradictory values raise ModelFileError."""
     from ._schema import RopeEntry, unhandled
 
     stored = (file.rope_parameters, file.rope_scaling)

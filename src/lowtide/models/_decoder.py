@@ -128,10 +128,10 @@ class Decoder:
         return prefix + name.removeprefix(PREFIXES[0]) if name.startswith(PREFIXES[0]) else name
 
     def named_as(self, names: Collection[str]) -> Decoder:
-        """Return the same decoder with the module name prefix that occurs in `names`, if there is one.
+        """Return the same decoder with the `module_prefix` that occurs in `names`; without one, the decoder itself.
 
-        `names` are names of modules or tensors, and may include unrelated names. So an adapter of a multimodal model
-        also fits its text decoder, and an adapter of the text decoder fits the multimodal model.
+        `names` are names of modules or tensors, and may include unrelated names. With an adapter's names, the adapter
+        of a multimodal model also fits its text decoder, and an adapter of the text decoder fits the multimodal model.
         """
         for prefix in reversed(PREFIXES):
             if any(prefix in name for name in names):
@@ -163,7 +163,7 @@ class Decoder:
 
     @property
     def tied_names(self) -> dict[str, str]:
-        """Hugging Face modules whose weights are used a second time, mapped to the name of the second use."""
+        """Dict from the embedding's Hugging Face name to the head's name if they share weights; otherwise empty."""
         table, head = map(self.external_name, ("outer/embed", "outer/lm_head"))
         return {table: head} if self.config.tie_embeddings else {}
 
@@ -220,7 +220,7 @@ def logits(
 
 
 def activations(h: Any) -> Float[Array, "B T D"]:
-    """Return the activations from the output of a block, which may be `Routed`."""
+    """Return the residual stream from the output of a block, which is [B, T, D] or `Routed`."""
     return h.h if isinstance(h, Routed) else h
 
 

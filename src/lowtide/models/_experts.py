@@ -303,7 +303,7 @@ class _Blocks:
         return expert, self._rows_before_E[expert] + offset, self._sizes_E[expert] - offset
 
     def apply_shortest(self, num_remaining: Array, multiply: Callable[..., Array], *rows: Array) -> Array:
-        """Return ``multiply(length, *rows)`` with the shortest length of at least `num_remaining`, else the longest."""
+        """Return ``multiply(length, *rows)`` for the shortest block length >= `num_remaining`, else the longest one."""
         length_index = jnp.sum(jnp.asarray(self._lengths[:-1]) < num_remaining)
         return jax.lax.switch(length_index, [functools.partial(multiply, length) for length in self._lengths], *rows)
 
@@ -370,7 +370,7 @@ def _gather_masked(x_MI: Array, rows: Array, mask: Array) -> Array:
 
 
 class _SlabPlan:
-    """Assignment of rows to the slab and to tiles; `num_experts` is larger than E if experts are sharded."""
+    """Split of rows into the slab (first P rows of each expert) and tiles; `num_experts` > E if experts are sharded."""
 
     def __init__(self, num_rows: int, num_experts: int, weight: Array | jax.ShapeDtypeStruct, sizes_E: Array) -> None:
         num_local_experts, mean = sizes_E.shape[0], num_rows // num_experts
@@ -418,7 +418,7 @@ class _SlabPlan:
         return expert_G, first_row_G[:, None] + offset_GC, is_valid_GC
 
     def loop_over_tiles(self, body: Callable[[Any, Array], Array], initial: Array) -> Array:
-        """Run `body` for all steps; without a slab, up to 4 steps are unrolled, as the host reads loop conditions."""
+        """Run `body` for all steps; without a slab, up to 4 are unrolled, since the host checks a loop at each step."""
         steps = -(-self._max_tiles // self._tiles_per_step)
         if steps <= _MAX_UNROLLED_STEPS and not self.slab:
             return functools.reduce(lambda out, i: body(i, out), range(steps), initial)

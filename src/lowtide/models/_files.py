@@ -156,8 +156,8 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     """Return the result of `load` with `jax.ShapeDtypeStruct`s as leaves.
 
     Args:
-        directory: as in `load`. If it has no weights, shapes follow from `config.json`, and for a quantised model the
-            projections of the layers are in its format.
+        directory: as in `load`. If it has no weights, shapes follow from `config.json`. The projections of the layers
+            then have the quantised format that `config.json` names, if Lowtide can keep that format.
         dtype: as in `load`; ``"auto"`` without weights is bfloat16.
         compute_dtype: as in `load`.
 
@@ -394,8 +394,8 @@ def save(
 
 _COPIES = 5
 """Most copies of a piece in host memory: the copy by the safetensors library, the array, the result of the cast, and
-the copy that is sent. The fifth covers what JAX allocates when it first runs. In pieces of quantised weights, a 4-bit
-code takes a byte. `tests/models/test_load_memory.py` measures these bounds."""
+the copy that is sent. The fifth copy stands for what JAX allocates on its first run. In pieces of quantised weights, a
+4-bit code takes a byte. `tests/models/test_load_memory.py` measures these bounds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

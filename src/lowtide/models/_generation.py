@@ -567,7 +567,7 @@ class _Knobs(NamedTuple):
 
 
 class _SamplingSwitches(NamedTuple):
-    """Static switches for parts of the program: sorting a vocabulary costs more than one layer of a small model."""
+    """Static switches that omit unused parts of the program: a sort costs more than one layer of a small model."""
 
     filters: bool
     """Whether top-k, top-p or min-p is in use."""

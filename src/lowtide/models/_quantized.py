@@ -461,14 +461,14 @@ class _Grid:
 
 @dataclasses.dataclass(frozen=True)
 class _Spread:
-    """Scales of short blocks within rows. They are parts of the file's blocks, which may cross the end of a row."""
+    """Scales of short blocks, each inside one row and one block of the file; the file's blocks may cross row ends."""
 
     absmax: Source
     shape: tuple[int, ...]
     block: int
     """Number of weights that share a scale in the file."""
     short: int
-    """Number of weights in a shorter block."""
+    """Number of weights in a short block."""
     nested: Source | None
     offset: float
     table: Any

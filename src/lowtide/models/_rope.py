@@ -108,7 +108,7 @@ def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Arr
 def document_lengths(config: DecoderConfig, positions_BT: Array, segments_BT: Array | None) -> Array | None:
     """Return the length of each token's document, [B, T], if frequencies depend on it, else None.
 
-    A document ends before a position that does not increase, or a new segment. Its length is its last position plus 1.
+    A document ends before a new segment or a position that does not increase. Its length is its last position plus 1.
     A maximum over the batch would be wrong: other documents and rows must not change a document's frequencies.
     """
     if not _depends_on_length(config):

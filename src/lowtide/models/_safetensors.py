@@ -310,7 +310,7 @@ def _write_shard(path: Path, shard: Sequence[Tensor]) -> None:
 
 
 def _commit_files(directory: Path, names: Sequence[str], other_files: Mapping[str, bytes]) -> None:
-    """Give complete files their final names; comments state what a reader finds after each line."""
+    """Give complete files their final names; comments name the model that a reader finds after each step."""
 
     def rename(name: str) -> None:
         os.replace(directory / f"{_TEMPORARY_PREFIX}{name}", directory / name)

@@ -123,7 +123,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
     "norm_type": ("rmsnorm", "rms_norm"),
 }
-"""Fields that must be null or have one of these values, which have no effect."""
+"""Values without effect, by field of `config.json`; such a field must be null or have one of its values."""
 
 
 def unhandled(
@@ -131,7 +131,7 @@ def unhandled(
 ) -> dict[str, Any]:
     """Return the fields that are switched on, may change what the model computes, and are not supported.
 
-    `known_fields` are the fields that the family reads; None, for a section of the file, means the schema's fields.
+    `known_fields` are the fields that the family reads. None means the schema's fields, as for a section of the file.
     """
     values: dict[str, Any] = {**(file.model_extra or {})}
     harmless = _HARMLESS | {"local_rope"}

@@ -306,8 +306,8 @@ def fetch(tree: Tree, after: Tree) -> Tree:
 def index_after(index: Any, dependencies: Tree) -> Any:
     """Return `index`; on a CPU, the result depends on every leaf of `dependencies`.
 
-    In each iteration of a loop, XLA for CPUs copies an array that the loop carries, unless its writes depend on the
-    reads of old values. For TPUs and GPUs XLA finds an order without copies.
+    In each iteration of a loop, XLA for CPUs copies an array that the loop carries, unless each write into the array
+    depends on the reads of its old values. For TPUs and GPUs XLA finds an order without copies.
     """
     wait = jax.lax.platform_dependent(dependencies, cpu=zero_after, default=lambda _: jnp.int32(0))
     return index + wait
@@ -337,7 +337,7 @@ def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
 def cut_block(
     prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, device_rows: int | None = None
 ) -> tuple[int, int] | None:
-    """Return the axis along which blocks are cut, and their size on it; None for one block, or if tiles would be cut.
+    """Return the axis along which blocks are cut, and their size on it; None for a single block, or if tiles forbid it.
 
     `prefix` holds the sizes of the leading axes that may be cut. A block has size 1 on the axes before the cut axis.
     `device_rows` is the number of rows of the largest tile if all arrays are on the device, else None.

@@ -203,7 +203,7 @@ class _Namer:
         return with_bodies(eqn, rewrite)
 
     def _names(self, eqn: Any, operand_origins: list[_Origin], scope: tuple[str, ...]) -> list[str]:
-        """Return one name for each result of an operation that is worth a name."""
+        """Return one name for each result of a product, a kernel, or a function with a custom derivative rule."""
         primitive = eqn.primitive.name
         scope = (*scope, *_scopes(eqn))
         frames = getattr(eqn.source_info.traceback, "frames", None) or ()
@@ -488,8 +488,8 @@ def checkpoint(
         SelectionError: when the result is traced, for a name or pattern that matches no value.
         PlacementError: when the result is traced, for a value to save or offload that policies do not see, such as one
             inside a `custom_vjp`. If the pattern also matches visible values, there is only a `PlacementWarning`. The
-            error also means that a value to offload is on the host, or that this GPU's XLA reads offloaded values in a
-            wrong order.
+            error is also raised when a value to offload is already on the host, or when this GPU's XLA reads offloaded
+            values in a wrong order.
 
     Memory:
         Between forward and backward pass the device holds the arguments of `fn` and the saved values, and the host

@@ -306,7 +306,7 @@ class _OffloadedTransformation:
     def _fits_one_block(self, grads: Tree, state: Tree, selected: set[int]) -> bool:
         """Return whether the host leaves fit into one block, and take at most half the bytes of the gradients.
 
-        For such state (8-bit momentum, computed in float32), loops need more memory than moving the leaves whole.
+        For so little state, such as 8-bit momentum, loops need more memory than moving the leaves whole.
         """
         leaves = jax.tree.leaves(state)
         large = large_on_host(leaves, self.chunk_bytes, selected)

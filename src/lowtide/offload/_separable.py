@@ -101,7 +101,7 @@ _MIN_FOLD_REDUCTION = 8
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One operation; `inputs` and `outputs` are numbers of values."""
+    """One operation; `inputs` and `outputs` identify values by their numbers in `Program`."""
 
     primitive: Any
     inputs: tuple[int, ...]
@@ -210,7 +210,7 @@ class _Inliner:
         return outputs
 
     def add_short_scan(self, eqn: Any, inputs: Sequence[int]) -> list[int] | None:
-        """Unroll a short scan whose carry depends on host leaves; None if it slices host leaves or stacks results."""
+        """Unroll a short scan with a carry that depends on host leaves; None if it slices these or stacks results."""
         (body,) = bodies(eqn)
         first, last = body.carried.start, body.carried.stop
         carry, stacked = list(inputs[first:last]), inputs[last:]
@@ -269,7 +269,7 @@ class Group:
     blocked_by: str | None
     """Name of the operation that prevents blocks; None if `rows` is above 0."""
     folds: tuple[Equation, ...] = ()
-    """For a pass, the reductions that it computes block by block; else empty. A pass has no `outputs`."""
+    """Reductions of a pass (see `separate`), which computes them block by block; empty for groups with `outputs`."""
 
 
 def separate(
@@ -355,7 +355,7 @@ class _Flow:
             self.host.update([output] if on_host else [])
 
     def _free_repeated_operands(self, equation: Equation, carriers: Sequence[int]) -> None:
-        """Make operands free (computed before the groups) that an elementwise operation repeats along rows.
+        """Mark operands that an elementwise operation repeats along rows as free: computed before the groups.
 
         Such device arrays have one row where the result has many: Adafactor's column statistics, SM3's accumulators.
         """
@@ -380,7 +380,7 @@ class _Flow:
         return min(num_kept_axes, *(self.rows.get(value, program.rank(value)) for value in arrays))
 
     def best_group(self, positions: list[int], replaced: Sequence[int]) -> Group:
-        """Return the group of some outputs; drop those that need no host leaf if more axes can be cut without them."""
+        """Return the group of some outputs; drop outputs without a host leaf if this lets more axes be cut."""
         whole_group = self.group(positions)
         host_positions = [
             position for position in positions if {self.program.outputs[position], replaced[position]} & self.host
@@ -400,7 +400,7 @@ class _Flow:
         return min(axes, self.rows.get(operand, 0)) if sizes[1] * _MIN_FOLD_REDUCTION <= sizes[0] else 0
 
     def passes(self) -> list[Group]:
-        """Return the passes. Folds of a group share a pass if they have the same rows and need equally many passes."""
+        """Return the passes. Folds of a group share a pass if they have equal rows and follow equally many passes."""
         equations_by_pass: dict[Any, list[Equation]] = {}
         for equation, axes in self.folds:
             (operand,) = equation.inputs

@@ -137,7 +137,7 @@ def merge_heads(x_BTNH: Array) -> Array:
 
 
 def _slice_queries(x_BTW: Array, start: Array, size: int, num_groups: int, dim: int) -> Array:
-    """Cut a block of queries, [B, K, M, H]; heads come before rows, so one product has all queries of a key head."""
+    """Cut a block of queries, [B, K, M, H]; heads precede rows, so one product covers all queries of a key head."""
     x_BCW = jax.lax.dynamic_slice_in_dim(x_BTW, start, size, axis=1)
     x_BKGCH = x_BCW.reshape(x_BCW.shape[0], size, num_groups, -1, dim).transpose(0, 2, 3, 1, 4)
     return x_BKGCH.reshape(x_BCW.shape[0], num_groups, -1, dim)
@@ -374,7 +374,7 @@ class _Pair(NamedTuple):
     row: Any
     """Index of the first query; `column` is the index of the first key."""
     own_row: Any
-    """Index of the first query that is not in the block before; `own_column` is the index of the first such key."""
+    """Index of the first query that the previous block of queries lacks; `own_column` is the same for keys."""
     column: Any
     own_column: Any
     is_first: Any
@@ -414,7 +414,7 @@ def _pairs_of(config: Config, runtime_mask: RuntimeMask, num_queries: int, num_k
 
 
 def _even_size(length: int, limit: int) -> int:
-    """Return a block size: `length` if at most `limit`, else a multiple of `_LEAST_ROWS` for the fewest blocks."""
+    """Return a block size: `length` if at most `limit`, else a multiple of `_LEAST_ROWS` with the fewest blocks."""
     count = -(-length // limit)
     even = -(-length // count)
     return min(limit, -(-even // _LEAST_ROWS) * _LEAST_ROWS) if length > limit else length

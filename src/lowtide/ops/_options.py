@@ -238,4 +238,4 @@ class AttentionKernel(NamedTuple):
     is_preferred: Callable[[Array, Array, AttentionMask], bool]
     """Returns whether automatic selection takes the kernel, if it supports the arguments."""
     attend: Callable[..., Array]
-    """Computes attention from queries, keys, values, mask, score options and `is_required` (the user requested it)."""
+    """Computes attention from queries, keys, values, mask, options and `is_required` (the user chose the kernel)."""

@@ -12,9 +12,9 @@ No temporary array grows with the batch.
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H size of a head, W = N H, X = K H, P
 steps, C key/value heads of a step, M query heads of a step (G C, or a part of one group of G).
 
-Deviations and limits: the queries are multiplied by their scale beforehand, in their own dtype. In the kernel a query
-that sees no key would see all keys. So blocks replace the kernel if keys and queries have different segments. Second
-derivatives are those of blocks.
+Deviations and limits: the queries are multiplied by their scale beforehand, in their own dtype. In the kernel, a query
+that sees no key would see all keys. Different segments of keys and queries can cause this, so blocks then replace the
+kernel. Second derivatives are those of blocks.
 
 Source: JAX's `jax.experimental.pallas.ops.tpu.splash_attention`, after Dao, "FlashAttention-2" (arXiv:2307.08691).
 """

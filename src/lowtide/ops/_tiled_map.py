@@ -47,11 +47,11 @@ from ..targets import busy_rows
 from ._blocks import local_sizes, wide_dtype
 
 _ROWS = {"cpu": 256, "gpu": 8192}
-"""Minimum rows of a tile: with fewer rows, a product would leave some of a GPU's hundred processors idle."""
+"""Minimum rows of a tile, by platform: with fewer rows, a product leaves some of a GPU's hundred processors idle."""
 _DEFAULT_ROWS = 1024
 _LEAST_SAVED = {"gpu": 2**29}
 _DEFAULT_LEAST_SAVED = 2**27
-"""Tiles have to save this many bytes, on a GPU more: a GPU launches every operation again for each tile."""
+"""Fewest bytes that tiles have to save. The minimum is higher on a GPU, which launches all operations per tile."""
 _MOST_UNROLLED = 8
 _NUM_WIDE = 4
 """Number of arrays of the full width that live at once: two arrays of a gated MLP, and their cotangents."""
@@ -172,7 +172,7 @@ def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: flo
     """Return how many tokens of each row a tile has.
 
     `shape`, [B, T, ...], is the shape of the tokens over all devices that shard rows. `width_bytes` are the bytes per
-    token of the widest array. A loop over tiles would copy `params`.
+    token of the widest array. `params` matter, because a loop over tiles copies them.
     """
     device = traced_device()
     busy = _ROWS.get(device.platform) or busy_rows(device.device_kind) or _DEFAULT_ROWS
@@ -205,7 +205,7 @@ class _Static(NamedTuple):
     """Structure of the tokens."""
     size: int
     closed: Mapping[int, tuple[ConvertedClosure, int]] = {}
-    """Empty unless `fn` closes over tracers. By tokens per tile: the traced function, and its first tracer's index."""
+    """Traced `fn` and the leaf index of its first tracer, by tokens per tile; empty unless `fn` closes over tracers."""
 
     def __call__(self, leaves: Sequence[Any], dense_weights: list[Array], index: Any, tile: Sequence[Any]) -> Tree:
         if self.closed:

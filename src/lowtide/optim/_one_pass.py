@@ -339,9 +339,9 @@ class _Kernel:
     inputs: UpdateInputs
     arrays: Arrays
     outputs: Sequence[tuple[int, Name]]
-    """Output values, each with the name of the leaf that it replaces."""
+    """Value numbers of the outputs, each with the name of the leaf that the output replaces."""
     scalars: Sequence[int]
-    """Scalar values that every block reads."""
+    """Value numbers of the scalars that every block reads."""
     block: int
     """Number of elements that share a scale."""
 
@@ -438,7 +438,7 @@ def _in_place(call: Callable[..., Any], arrays: Sequence[Any], aliases: Mapping[
 
     When XLA schedules a program, it counts each result of a kernel as a new array, even if the result overwrites an
     argument. It counts the carry of a loop as one array. A step with Llama 1B's shapes needs 6.80 bytes a parameter
-    with the loop, and 7.46 bytes without (compiled, H100). The barrier hides the trip count, so XLA keeps the loop.
+    with the loop, and 7.46 without (compiled, H100). A barrier hides the trip count, so that XLA keeps the loop.
     """
     trips, arrays = jax.lax.optimization_barrier((jnp.int32(1), list(arrays)))
     shapes, argument_of = jax.eval_shape(call, *arrays), {result: argument for argument, result in aliases.items()}

@@ -141,8 +141,8 @@ def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
 def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before blocks"]:
     """Return the number of the largest magnitude in each block, in float32; NaN for a block with a non-finite number.
 
-    The scale keeps the sign of this number. So the number divided by the scale is 1, and 1 has a code where -1 has
-    none: packing a decoded array again changes nothing.
+    The scale keeps the sign of this number, so the number divided by the scale is 1. Every format has a code for 1, but
+    some have none for -1. So packing a decoded array again changes nothing.
     """
     row = row_of(x.shape, format)
     rows = x.astype(jnp.float32).reshape(*x.shape[: x.ndim - len(row)], math.prod(row))

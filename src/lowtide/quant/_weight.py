@@ -308,7 +308,7 @@ def _take_rows(node: QuantizedWeight, ids: Array) -> Array:
 
 
 def largest_values(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
-    """Return the largest number that each block can hold, in the dtype of the weight; infinite beyond its range."""
+    """Return the largest number that each block can hold, in the dtype of the weight; infinite on overflow."""
     return (_scales(node) * FORMATS[node.format].largest).astype(node.dtype)
 
 
@@ -421,7 +421,7 @@ def _quantize_scales(scales: Float[Array, "*stack O N"]) -> tuple[UInt8[Array, "
 
 
 def _overflow_factor(sizes: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """Return factors that keep sums and inverses of numbers in float32's range: 1 for sizes up to 2⁶⁴, else 2⁻⁶⁴."""
+    """Return factors that keep sums and inverses in float32's range: 1 for magnitudes `sizes` up to 2⁶⁴, else 2⁻⁶⁴."""
     return jnp.where(sizes > _LARGE, 1 / _LARGE, 1.0).astype(jnp.float32)
 
 
@@ -430,7 +430,7 @@ def quantize_around_mean(scales: Float[Array, "*stack O N"], mean: Array) -> tup
 
     On GPUs, and in PyTorch, bitsandbytes takes the nearest code, as here. Its CPU code first rounds a distance to one
     of 65,536 numbers. Then fewer than one code in 200 differs from ours, by one step, and the distance 0 becomes
-    2.1e-5. The last digits of the mean depend on the order of its sum, in PyTorch on processor and threads.
+    2.1e-5. The last digits of the mean depend on the order of its sum (in PyTorch, on processor and threads).
     """
     *stack, out, num_blocks = scales.shape
     shifted = scales.reshape(*stack, out * num_blocks) - mean[..., None]

@@ -43,7 +43,7 @@ _IS_COMPUTED = {
     "fragmentation": False,
     "unattributed": False,
 }
-"""Whether buffers of a role are assumed to grow with the batch; gradients, shaped like arguments, are not."""
+"""Maps a role to whether its buffers are assumed to grow with the batch; gradients keep the shapes of arguments."""
 DERIVED_ROLES = tuple(_IS_COMPUTED)
 """Roles of buffers that are not arguments; `Buffer.role` explains them."""
 COMPUTED_ROLES = tuple(role for role, is_computed in _IS_COMPUTED.items() if is_computed)
@@ -173,7 +173,7 @@ class ReportFacts:
     notes: tuple[str, ...] = ()
     """Facts that a reader needs to judge the figures."""
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=versions)
-    """Versions that determined the figures, when the report was made."""
+    """Versions of the packages that determine the figures, at the time of the report."""
 
     @property
     def peak(self) -> tuple[Buffer, ...]:
@@ -229,7 +229,7 @@ class ReportFacts:
     def fits(self) -> bool | None:
         """Whether the program fits into the device (without the target's reserve) and into host memory.
 
-        False if host memory is too small, even if the device's capacity is unknown. None if only that capacity is
+        False if host memory is too small, even if the device's capacity is unknown. Otherwise None if that capacity is
         unknown. Host memory of unknown size counts as large enough.
         """
         if self.host_bytes and self.host_margin_bytes is not None and self.host_margin_bytes < 0:

@@ -71,7 +71,7 @@ class Chip:
     smallest: str = "1"
     """The topology of one chip."""
     chip_config_name: str | None = None
-    """How libtpu groups cores into devices; None if libtpu's default gives JAX's devices on a real machine."""
+    """How libtpu groups cores into devices; None if libtpu's default gives the same devices as a real machine."""
     capability: str | None = None
     """Major and minor version of a GPU's compute capability, such as ``9.0``."""
     num_cores: int = 0
@@ -156,7 +156,7 @@ class Catalogue:
     ambiguous: dict[str, tuple[str, ...]]
     """Maps a name that several chips share to the names of these chips."""
     refused: tuple[tuple[re.Pattern[str], str], ...]
-    """Pairs of a pattern for names of unsupported GPUs, and the reason for the error."""
+    """Pairs (pattern for names of unsupported GPUs, reason in the error)."""
 
     def find(self, name: str) -> Chip | None:
         """Return the chip with this name or alias, or None; case, spaces and hyphens of GPU names do not matter."""

@@ -81,7 +81,7 @@ class DeviceMemory:
         Args:
             fn: the function.
             *args: arguments of the function, or `jax.ShapeDtypeStruct`s.
-            target: the target to compile for; None for the marker's target, or the local hardware if it has none.
+            target: the target to compile for; None for the marker's target, if it has one, else the local hardware.
             roles: role names and their arguments, as in `lowtide.memory.analyze`.
             donate_argnums: as in `jax.jit`.
             static_argnums: as in `jax.jit`.

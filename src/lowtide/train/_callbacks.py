@@ -192,7 +192,7 @@ class Listeners:
         """Call the hooks of all callbacks for an event.
 
         If a hook raises, the later callbacks miss the event, except for records and for events with an `error`. If a
-        hook causes a second event, for example by saving, the remaining callbacks receive the first event before it.
+        hook causes a second event, such as by saving, the remaining callbacks get the first event before the second.
         """
         self.flush()
         if event.name == "resume":
@@ -267,7 +267,7 @@ class Profile(Callback):
 
     Args:
         directory: folder of the profile; with several processes, each writes into its own subfolder.
-        first: first profiled step, counted from 0; a resumed run that begins later profiles from its own first step.
+        first: first profiled step, counted from 0. A run that resumes after it profiles from the run's own first step.
             The first step of a run includes compilation.
         num_steps: number of profiled steps.
 
@@ -357,7 +357,7 @@ class _Monitor(Callback):
         self.waited, self._num_seen = 0, 0
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """Compare the monitored value; raise `ConfigError` if the first record that should contain it does not."""
+        """Compare the monitored value; raise `ConfigError` if the first record that should have it lacks it."""
         if self.monitor not in record:
             # Only a record of the same kind, of a step or of an evaluation, can contain the value.
             is_due = not trainer.has_eval_data or ("eval_loss" in record) == self.monitor.startswith("eval_")
@@ -421,7 +421,7 @@ class ReduceOnPlateau(_Monitor):
     """Reduce the learning rate when a value no longer improves. Mutable: each record changes its counts.
 
     The rate is part of the optimizer's state, so it is saved and restored with the state, and no step is recompiled.
-    So ``on_nan="roll_back"`` also restores the learning rate of the copy.
+    A rollback (``on_nan="roll_back"``) therefore also restores the learning rate of the earlier state.
     For a rate that depends only on the number of steps, use a schedule of Optax instead. For a rate that depends on the
     loss of every training step, `optax.contrib.reduce_on_plateau` works inside the step.
 

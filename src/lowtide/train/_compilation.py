@@ -68,7 +68,7 @@ from ._step import (
 
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 _MAX_ATTEMPTS = 3
-"""Number of smaller schedules to try: only compilation shows how much memory a schedule needs while a pass runs."""
+"""Largest number of smaller schedules to compile; only a compiled step shows whether its schedule fits."""
 _MAX_TIME_SHARE = 0.99
 """A schedule that uses more memory is compiled only if it takes at most this share of the default schedule's time."""
 
@@ -158,7 +158,7 @@ class CompiledStep:
 
     @contextlib.contextmanager
     def dispatch(self, batch: Tree) -> Generator[Tree]:
-        """Dispatch a step; delay signals until the end of the ``with`` block, which gets the metrics on the device."""
+        """Dispatch a step, and yield its metrics on the device; signals are delayed until the ``with`` block ends."""
         self._store.refuse_averaged("a step")
         self._store.borrow()
         on_device = self.place(batch)
@@ -272,8 +272,7 @@ class _Trial(NamedTuple):
     report: MemoryReport | None
     """Memory report of the program; None if it was not requested."""
     free_bytes: int | None
-    """Bytes left on a device, negative if the step is too large, None if unknown. The same in all processes of a
-    run."""
+    """Bytes left on a device, equal in all processes of a run; negative if the step is too large, None if unknown."""
 
 
 def _choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], _Trial], arrays: Tree, batch: Tree) -> _Trial:
@@ -306,7 +305,7 @@ def _choose_schedule(step: PipelineStep, build: Callable[[PipelineStep], _Trial]
 
 
 def _reschedule(trial: _Trial, extra_bytes: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
-    """Return a step with a schedule that keeps at most `extra_bytes` more than that of `trial`, and its report.
+    """Return a step that keeps at most `extra_bytes` more between passes than the step of `trial`, and its report.
 
     `extra_bytes` may be negative. Return None if no such schedule exists.
     """

@@ -98,7 +98,7 @@ class DataCursor:
     def continue_from(self, previous: DataCursor | None, position: Mapping[str, Any] | None) -> bool:
         """Continue where the previous run ended, or begin a new iterable; return False if `start` has to be called.
 
-        `position` is the object that the trainer stores. If the previous run did not store this object, the trainer was
+        `position` is what the trainer stores now. If it is not the object that the previous run stored, the trainer was
         restored since, and the result is False. A new iterable begins with its first batch.
         """
         if previous is None or previous._end_position is not position:
@@ -327,8 +327,8 @@ def example_weights(
     ``Trainer(..., weight=lambda batch: jnp.sum(example_weights(batch["y"], class_weight)))``.
 
     Args:
-        labels: integer classes of any shape. Floating-point labels are either one-hot, [..., C], and the class is
-            their argmax; or binary, [B] or [..., 1], and are rounded.
+        labels: integer classes of any shape. Or floating-point labels: one-hot, [..., C], whose argmax is the class;
+            or binary, [B] or [..., 1], which are rounded to the class.
         class_weight: a mapping from class to weight; a class that is not in it has weight 1, as in Keras
             (``{-1: 0.0}`` leaves padding out). Or a sequence with a weight for each of the classes 0 to C - 1.
         sample_weight: weights of the elements, of the shape of the classes; None for 1.
@@ -338,8 +338,8 @@ def example_weights(
 
     Raises:
         ConfigError: when `class_weight` is empty, negative, not finite, or has classes that are not integers.
-        DataError: when a label is not one of the C classes of a sequence, or a sample's weight is negative or not
-            finite. JAX arrays are not checked: such a label has weight NaN, which `Trainer`'s ``on_nan`` detects.
+        DataError: when a sequence `class_weight` has no weight for a label, or `sample_weight` is negative or not
+            finite. JAX arrays are not checked: a label without a weight gets NaN, which ``on_nan`` detects.
         StructureError: when the shape of `sample_weight` differs from that of the classes.
 
     Examples:

@@ -153,7 +153,7 @@ class Session:
         step, metadata = self.store.step, self.snapshots.metadata
         self.records: list[Record] = []
         self.final_cursor: DataCursor | None = None
-        """The cursor, for the run that continues; None until this run has ended."""
+        """Cursor that the next run continues from; None until this run has ended."""
         self.is_over = False
         """Whether the last step was taken, or an exception has ended the run."""
         self.is_closed = False
@@ -163,7 +163,7 @@ class Session:
         # After a failure at step 0, callbacks may have counted the evaluation of step 0 already; `position` tells.
         is_first = step == 0 and metadata.callbacks is None
         self._due_step: int | None = step if is_first or position.get("evaluate", step == 0) else None
-        """Step of a due evaluation that neither `eval_every` nor the last step implies; None if there is none."""
+        """Step to evaluate although it is neither a multiple of `eval_every` nor the last step; None without one."""
         if not self.cursor.continue_from(self.previous, metadata.position):
             self.cursor.start(step, metadata.position)
         self._batch: Tree = None
@@ -457,7 +457,7 @@ class Session:
     # --- after an exception ----------------------------------------------------------------------------------------
 
     def _handle_exception(self, error: BaseException) -> Iterator[Event]:
-        """Restore a valid state after an exception, and save it if it is worth saving."""
+        """Restore a valid state after an exception; a single process also saves it if `_is_worth_saving` is true."""
         self.processes.fail()
         is_alone = self.processes.count == 1  # saving and restoring need all processes
         yield from self._read_pending(error, is_alone)
@@ -508,7 +508,7 @@ class Session:
     # --- validation ------------------------------------------------------------------------------------------------
 
     def _validate_arguments(self) -> None:
-        """Raise for invalid arguments, and for a checkpoint of a later step, because no earlier step would be saved."""
+        """Raise for invalid arguments, or if a later step has a checkpoint, since Orbax saves no earlier step then."""
         checkpoints, eval_data, step = self.snapshots.checkpoints, self.eval_data, self.store.step
         latest = None if checkpoints is None else checkpoints.look_again()
         if checkpoints is not None and latest is not None and latest > step:

@@ -84,7 +84,7 @@ class PipelineStep:
         return remake is not None and remake.memory_limit is None and self._concrete.memory_limit is None
 
     def within(self, memory_limit: int) -> PipelineStep:
-        """Return the step with a limit of the bytes kept between passes; the state and layer order do not change."""
+        """Return the step with a limit on the bytes kept between passes; state and layer order do not change."""
         step = copy.copy(self)
         step._pipeline, step._concrete = self._pipeline.within(memory_limit), self._concrete.within(memory_limit)
         return step

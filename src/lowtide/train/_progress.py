@@ -1,4 +1,4 @@
-"""Progress output of `Trainer.fit`: the bytes of the step, evaluations, and a bar, or losses without a terminal."""
+"""Progress output of `Trainer.fit`: the bytes of the step, evaluations, and a bar (without a terminal: losses)."""
 
 from __future__ import annotations
 

@@ -556,7 +556,7 @@ class Trainer:
             Step of the loaded checkpoint, or None when no checkpoint exists yet and `step` is None.
 
         Raises:
-            ConfigError: without a `checkpoint_dir`; with `step` and `best`; when there is no checkpoint of `step`;
+            ConfigError: without a `checkpoint_dir`; with both `step` and `best`; when there is no checkpoint of `step`;
                 with `best`, when no checkpoint was evaluated.
             StructureError: when the checkpoint has other trainable leaves, or was trained over other frozen leaves.
             StateError: when no checkpoint can be read; inside of `averaged`; in a callback while `fit` takes steps.
@@ -618,7 +618,7 @@ class Trainer:
                 `training`, that is False. By default ``model(batch)``.
 
         Returns:
-            An iterator of NumPy arrays in the structure that `fn` returns. It uses the weights at the time it is read.
+            An iterator of NumPy arrays in the structure that `fn` returns. It reads the current weights for each batch.
 
         Raises:
             DataError: for data that is not a series of batches.

@@ -175,9 +175,9 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
 
     Bases that are not the same arrays are compared. Shapes and dtypes of all arrays must be equal. Values must be equal
     for weights with an adapter in any of the models, and for all floating-point arrays of two or more axes. NaN equals
-    NaN. Values that are unknown under `jax.jit` are not compared, nor are arrays of different shardings that another
-    process holds in part. Other arrays (norms, biases and running statistics that are not stacked, counters, random
-    keys) are taken from the first model. So are leaves that are not arrays.
+    NaN. Values are not compared if they are unknown under `jax.jit`, or if two arrays have different shardings and
+    another process holds a part of one. Other arrays are taken from the first model: counters, random keys, and norms,
+    biases and running statistics without a layer axis. So are leaves that are not arrays.
 
     Args:
         models: models of one base, each with its adapters, such as `load` returns for several directories.

@@ -29,7 +29,7 @@ from ._sites import EXPERT, LAYER, Site, external_name, sites
 
 
 def check_experts(site: Site, config: AnyConfig) -> None:
-    """Check that experts support a configuration: LoRA with random values, on all layers, not quantised."""
+    """Check experts as a target: they support only LoRA with random initial values, on all layers, unquantised."""
     init: Any = getattr(config, "init", None)
     kinds = (non_sum_kind(config), init if init in WEIGHT_INITS else "", "" if config.layers is None else "layers")
     if kind := next(filter(None, kinds), None):
@@ -178,7 +178,7 @@ def is_adapted(parameter: Parameter) -> bool:
 
 
 def adapted_parameters(model: Tree, config: PeftConfig) -> list[Parameter]:
-    """Return the parameters that `target_parameters` names: in all layers, and none that `modules_to_save` names."""
+    """Return the parameters that `target_parameters` names, in all layers; `modules_to_save` must name none of them."""
     entries: Sequence[str] = config.file.target_parameters or () if config.is_lora else ()
     parameters = expert_parameters(model)
     all_names = [name for parameter in parameters for name in parameter.names]

@@ -183,9 +183,9 @@ def save(
 def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """Give a model the adapters of a directory that `save` or PEFT wrote.
 
-    It reads LoRA with its variants, (IA)³ and VeRA, also with patterns for rank and alpha, and if some layers have no
-    adapter. It reads LoRA of experts as modules and as one parameter (`target_parameters`). It also reads arrays that
-    trained as a whole (`modules_to_save`, biases), and embeddings that PEFT resized. Loaded adapters can train further.
+    It reads LoRA with its variants, (IA)³ and VeRA. Ranks and alphas may differ, and layers may lack an adapter. It
+    reads LoRA of experts as modules and as one parameter (`target_parameters`). It also reads arrays that trained as a
+    whole (`modules_to_save`, biases), and embeddings that PEFT resized. Loaded adapters can train further.
 
     Args:
         model: the base model. It may already have adapters of the same kinds and ranks on the same modules; then their
@@ -313,7 +313,7 @@ def check_names(model: Tree) -> None:
 
 
 def _adopt_file_names(model: Tree, keys: set[str], path: Path) -> tuple[Tree, set[str]]:
-    """Return the model with the module names of a file, and the file's keys without modules that the model lacks."""
+    """Return the model with the file's module names, and the file's keys, except for image modules that it lacks."""
     if hasattr(model, "named_as"):
         model = model.named_as(keys)
     ignored = {key for key in keys if {*key.split(".")} & {*getattr(model, "ignored_modules", ())}}
@@ -331,7 +331,7 @@ def _refuse_duplicate(site: Site, name: str, entries: Mapping[str, Any]) -> None
 
 
 def _names_by_site(model: Tree) -> dict[int, list[str]]:
-    """Return the external names, one per layer, of every site that has such names and can have an adapter."""
+    """Map `Site.index` to the result of `layer_names`, for sites that have names and can have an adapter."""
     names: dict[int, list[str]] = {}
     for site in sites(model):
         if site.is_matrix or site.is_experts:
@@ -343,7 +343,7 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
 
 
 def _adapter_mask(names: Sequence[str], config: PeftConfig, keys: set[str], site: Site) -> list[bool]:
-    """Return for each layer of a weight, and for each expert of a layer, whether files have an adapter."""
+    """Return whether files have an adapter for each layer of a weight, or for each expert of each layer."""
     mask = [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
     # Experts that are one parameter in PEFT are no modules there, but `target_modules` may match their names.
     if config.file.target_modules is None or (site.is_experts and not any(mask)):
@@ -378,7 +378,7 @@ def _check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftC
 
 
 def _stored_tables(model: Tree, tables: Mapping[str, Site], keys: Collection[str]) -> dict[str, Site | None]:
-    """Return the names of tensors that are an embedding or a head without an adapter; PEFT writes them after a resize.
+    """Map names of tensors to sites, for embeddings and heads without an adapter; PEFT writes them after a resize.
 
     Each name maps to its site in `tables`, or to None for the second use of a tied embedding. The result is empty for a
     model without the method ``with_vocabulary``, which changes the number of rows.

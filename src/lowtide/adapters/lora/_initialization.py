@@ -47,7 +47,7 @@ from ._sites import Site, adapted_sites, is_table, replace, sites
 # keeps its configured rank, because a stack has one rank. Rows that do not affect the loss, as of padding, are ignored.
 
 _OVERSAMPLING = 8
-"""Columns of Ω in addition to twice the rank."""
+"""Number of columns of the matrix Ω (`_SketchedWeight.seed`) in addition to twice the rank."""
 
 
 def eva(
@@ -247,7 +247,7 @@ def loftq(
 ) -> Tree:
     """Quantise weights and give them adapters that begin as an approximation of the quantisation error.
 
-    Two steps alternate: Q becomes the quantised W - s B A, and s B A becomes the best approximation of W - Q of the
+    Two steps alternate: Q becomes the quantised W - s B A, and s B A becomes the best approximation of W - Q with the
     adapter's rank.
 
     Args:

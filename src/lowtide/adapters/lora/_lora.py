@@ -737,7 +737,7 @@ def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
 
 
 def _subtract_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
-    """Return the node with `start_a` and `start_b`: factors, computed again, of the part of W that PEFT subtracted."""
+    """Return the node with `start_a` and `start_b`: the recomputed factors of the part that PEFT subtracted from W."""
     if isinstance(site.weight, LinearWeight):
         message = f"{path}: the part that {init} subtracted from {site.path} is unknown for a quantised weight"
         hint = "convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -778,7 +778,7 @@ def _stack_scales(
 def _used_ranks(lora_a: np.ndarray, lora_b: np.ndarray) -> list[int]:
     """Return the rank of each layer of A [L, r, in] and B [L, out, r], without trailing components that are zero.
 
-    A layer of zeros has rank r. Layers of equal rank need no padding, so if all are equal, every layer has rank r.
+    A layer of zeros has rank r. If all ranks would be equal, they are r, because layers of equal rank are not padded.
     """
     rank = lora_a.shape[1]
     is_used = np.any(lora_a != 0, axis=2) | np.any(lora_b != 0, axis=1)

@@ -88,18 +88,18 @@ def add(
         SelectionError: when a pattern matches nothing, or `exclude` or `modules_to_save` leave no target.
         StructureError: for a target that is not a floating-point matrix, already has an adapter, or is an embedding and
             also the head. For (IA)³ on outputs to which the model adds a bias itself. For an array of `modules_to_save`
-            or `bias` that cannot train. With `fn`, for a target that `fn` does not use, or uses in several or
-            unsupported ways. Without `fn`, `lowtide.value_and_grad` and the trainer raise this error.
+            or `bias` that cannot train. For a target that `fn` does not use, or uses in several or unsupported ways.
+            Without `fn`, `add` checks no use: `lowtide.value_and_grad` and the trainer raise if it is not a product.
         ConfigError: when the rank exceeds a target's smaller dimension, when `layers` names a layer that does not
             exist, or when `key` is missing. Also for configurations that kernels, experts and embeddings do not support
-            (such as DoRA, some layers, (IA)³, VeRA). Also when `model` is a Keras or NNX object: pass its arrays.
+            (such as DoRA, `layers`, (IA)³, VeRA). Also when `model` is a Keras or NNX object: pass its arrays.
 
     Memory:
         LoRA: ``4 * rank * (out + in)`` bytes for each matrix, with DoRA ``4 * out`` more. (IA)³: ``4 * out`` or
         ``4 * in``. VeRA: ``4 * (rank + out)`` that train, and the projections, once per layer. The weights are shared
-        with `model`; arrays that train as a whole are copied in float32. An `init` from the weight (such as "pissa")
-        holds its factors twice, and the float32 decomposition of one matrix at a time. Adapters of a weight with a
-        `jax.sharding.NamedSharding` are sharded like it along the axes they share.
+        with `model`; arrays that train as a whole are copied in float32. With an `init` from the weight (such as
+        "pissa"), adapters hold their factors twice, and `add` decomposes one matrix at a time in float32. Adapters of a
+        weight with a `jax.sharding.NamedSharding` are sharded like it along the axes they share.
 
     Examples:
         >>> from lowtide.adapters.lora import Config

@@ -46,7 +46,7 @@ MOST_SECONDS = 10.0
 """Limit for all matches of one configuration together."""
 
 _REGEX_ONLY = re.compile(r"\[\[:|(?<!\\)\{(?!\d*,?\d*\})")
-"""Syntax of POSIX classes and fuzzy matches in `regex`; `re` reads it as plain characters, which no module name has."""
+"""Syntax of POSIX classes and fuzzy matches in the package `regex`. In `re`, it would match no module name."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -108,7 +108,7 @@ class AdapterKind(Protocol):
         ...
 
     def layer_ranks(self, site: Site, leaves: Mapping[str, np.ndarray]) -> list[int] | None:
-        """Return the rank of each layer of a stack without padding; None if no layer can have padding."""
+        """Return the rank without padding of each layer of a stack; None if no layer can have padding."""
         return None
 
     def to_file(self, values: np.ndarray, node: Any) -> np.ndarray:

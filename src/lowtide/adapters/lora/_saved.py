@@ -357,7 +357,7 @@ def expected_keys(model: Tree, config: PeftConfig, adapted: Collection[str]) -> 
 
 
 def read_saved_modules(file: TensorFile, model: Tree, keys: Mapping[int, list[str]]) -> dict[int, Any]:
-    """Read the nodes of the arrays that train as a whole; `keys` come from `expected_keys`. Tied tensors must match."""
+    """Read arrays that train as a whole, by `Site.index`; `keys` come from `expected_keys`. Tied tensors must match."""
     by_index, names = {site.index: site for site in sites(model)}, _named_arrays(model)
     nodes: dict[int, Any] = {}
     for index, array_keys in keys.items():

@@ -288,7 +288,7 @@ def _compile(source: str, special: dict[str, str], day: str | None) -> tuple[Any
             raise SecurityError(f"the template accesses {attribute!r} of a {type(obj).__name__}")
 
     class Generation(Extension):
-        """The ``{% generation %}`` tag, whose marks stay around its text when a macro or a variable moves it."""
+        """The ``{% generation %}`` tag; its marks stay around the text when a macro or variable moves the text."""
 
         tags = {"generation"}
 

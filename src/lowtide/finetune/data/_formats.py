@@ -198,7 +198,7 @@ def _is_utf16(head: bytes) -> bool:
 
 
 def is_data(path: str | Path) -> bool:
-    """Return whether a path is a folder of records, or a file with a suffix of records, ``.txt`` or ``.md``.
+    """Return whether a path is a folder of records, or a file with a suffix in `RECORD_SUFFIXES`, ``.txt`` or ``.md``.
 
     Models, adapters and runs are not data. Folders of plain text and files of source code also give False.
     """

@@ -186,7 +186,7 @@ def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[st
 
 
 def _texts(data: str | None, columns: tuple[str, ...] | None) -> Mapping[str, str | Path]:
-    """Return documents by name, for contiguous windows: texts, or paths of large text files; records must be text."""
+    """Return documents by name, for contiguous windows: texts, or paths of large files; records must be plain text."""
     path = Path(data or "")
     if is_read_as_records(data, columns):
         texts = texts_of_records(path, columns)
@@ -218,7 +218,7 @@ def read_documents(path: str | Path | None) -> list[str]:
 
 
 def named_documents(path: str | Path | None) -> dict[str, str]:
-    """Read documents as `read_documents` does, and return them by name: the file, with the line in a JSONL file.
+    """Read documents as `read_documents` does, and return them by name: the path, or the path and line in JSONL.
 
     Args:
         path: as in `read_documents`.

@@ -378,7 +378,7 @@ def _normalize_record(kind: str, record: Mapping[str, Any], location: str) -> di
 
 
 def _refuse_media(kind: str, record: Mapping[str, Any], location: str) -> None:
-    """Refuse images, video and audio, except in other columns of a plain text without a placeholder for them."""
+    """Refuse images, video and audio, unless the record is plain text that has no placeholder for them."""
     text = str(record.get("text"))
     if kind == "text" and not any(mark in text for mark in _PLACEHOLDERS):
         return

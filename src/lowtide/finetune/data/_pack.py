@@ -54,7 +54,7 @@ class DataReport:
     utilisation: float
     """Fraction of the tokens in training rows that are not padding."""
     loss_share: float
-    """Fraction of the tokens without padding that are learned."""
+    """Fraction of the tokens that are learned; padding does not count as tokens."""
     num_held_out_left_out: int
     """Evaluation documents that were dropped as too long, or have no token to learn."""
     num_held_out_lost_tokens: int
@@ -129,7 +129,7 @@ def record_data(
         batch_size: rows in a batch, B.
         seed: seed of the split and of the order of rows.
         eval_source: a separate evaluation set; None: a fraction of the documents is held out.
-        columns: words ``field=column``, such as ``("messages=chat",)``: which column of the data has which field.
+        columns: words ``field=column``, such as ``("messages=chat",)``, which name the column of each field.
         end_token: id of a token appended to text and completions, but not to chats; None: no token is appended.
         held_out_fraction: fraction of the documents to hold out, at least one document.
         loss_on: ``completion``: only completions, outputs and turns of the assistant are learned; ``all``: all tokens.
@@ -445,7 +445,7 @@ def _refuse_without_answer(store: Store, documents: np.ndarray, source: str) -> 
 
 
 def _count_learned(store: Store, pieces: Pieces) -> np.ndarray:
-    """Count the learned tokens of each piece, except its first token, which is no token's label."""
+    """Count the learned tokens of each piece, except its first token, which is never a label."""
     first = store.offsets[pieces.document] + pieces.start
     counts = np.zeros(len(first), np.int64)
     for i, (start, length) in enumerate(zip(first.tolist(), pieces.length.tolist(), strict=True)):

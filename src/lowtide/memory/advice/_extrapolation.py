@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _GOOD_RESIDUAL = 0.05
-"""Largest error of a good polynomial at the held-out size, as a share of the growth."""
+"""Largest `ByteFit.residual` of a good fit."""
 _LINEAR_RESIDUAL = 0.002
-"""Largest error, as a share of the growth, at which a line through three sizes needs no check by a fourth size."""
+"""Largest `ByteFit.residual` of a line that counts as exact, so that it needs no parabola and no fourth size."""
 _MAX_DOUBLINGS = 3
-"""Most doublings of the largest size if the fit is poor or flat; the bytes of small sizes may be only padding."""
+"""Most doublings of the largest size to improve a poor or flat fit: the bytes of small sizes may be only padding."""
 _MAX_SIZE = 2**40
 """Largest size of the search."""
 
@@ -44,12 +44,12 @@ class ByteFit:
     coefficients: tuple[float, ...]
     """Constant, bytes per unit, and for a quadratic fit bytes per squared unit."""
     residual: float | None
-    """Error of the largest size when predicted from the other sizes, as a share of the growth from the smallest size.
-    None if there are too few sizes to hold one out."""
+    """Error of the bytes that the other sizes predict for the largest size, as a share of the growth of the bytes from
+    the smallest to the largest size. None if there are too few sizes to hold one out."""
 
     @property
     def is_good(self) -> bool:
-        """Whether the error at the held-out size is at most 5 % of the growth."""
+        """Whether `residual` is at most 5 %; False if it is None."""
         return self.residual is not None and self.residual <= _GOOD_RESIDUAL
 
     def predict(self, size: int) -> int:

@@ -20,7 +20,7 @@ from ._findings import Finding, Step, leaf_finding, rule
     needs=("jaxpr",),
 )
 def _checkpoint_names(step: Step) -> Iterator[Finding]:
-    """Find names that only a policy or only a `checkpoint_name` contains."""
+    """Find names that occur only in policies or only in calls of `checkpoint_name`."""
     tags, policies = _tags_and_policies(step.jaxpr)
     mentioned_names = set[str]().union(*(names for _, names in policies))
     # Names in no policy: a policy that misspells a name has no effect on it.
@@ -55,7 +55,7 @@ def _checkpoint_names(step: Step) -> Iterator[Finding]:
 
 
 def _tags_and_policies(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
-    """Return the bytes of each `checkpoint_name`, and each policy with its names and whether it saves them."""
+    """Return a map from checkpoint names to bytes, and pairs of a policy and its `policy_names`."""
     tags, policies = dict[str, int](), dict[int, Any]()
     for equation, runs in _with_runs(jaxpr):
         if equation.primitive.name == "name" and not is_own_name(equation.params["name"]):

@@ -499,7 +499,7 @@ def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
 
 
 def _is_hidden_width(owners: Owners, columns: int, sizes: set[int]) -> bool:
-    """Return whether a product of the logits' size enters another forward product, as in a wide hidden layer."""
+    """Return whether a product of the logits' size is an operand of a forward product, as in a wide hidden layer."""
     flow, graph = owners.dataflow, owners.dataflow.graph
     for instr_id, instruction in graph.instructions.items():
         if instruction.opcode not in _PRODUCTS or flow.phase((instr_id, ())) != "forward":

@@ -32,7 +32,7 @@ from ._lint import logits, run_rules
 
 _LOSS_CHUNKS = 8
 _MOMENTS = re.compile(r"/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)(/|$)")
-"""Paths of the state that `lowtide.optim.low_precision` quantises."""
+"""Pattern in the paths of state that `lowtide.optim.low_precision` quantises."""
 _MIN_QUANTIZED_SIZE = 4096
 """Elements of the smallest leaf that `lowtide.optim.low_precision` quantises."""
 _EIGHT_BIT_SAVING = 1 - (1 + 4 / 256) / 4
@@ -363,7 +363,7 @@ def _is_divisible(owners: Owners, leaf: int) -> bool:
 
 
 def _compile_sharded(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
-    """Return a function that compiles with an argument's leaves sharded along their first divisible axes, or None."""
+    """Return `compile` of a call whose argument has leaves sharded along their first axis divisible by `count`."""
     if call is None or not isinstance(argument, int):
         return None
 

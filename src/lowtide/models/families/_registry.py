@@ -102,8 +102,8 @@ class Family:
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Fields of `DecoderConfig` that are copied in addition to `COMMON`, and their names in `config.json`."""
     field_types: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Types of the fields of `config.json` that `fields` copies or that `read` handles; each may be missing or null.
-    Families with the same field give it the same type. A field ``_name`` is ``old_name`` in the argument of `read`."""
+    """Types by field of `config.json`, for fields that `fields` copies or `read` handles; each may be missing or null.
+    Families with the same field give it the same type. `read` gets a field ``_name`` under the name ``old_name``."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Defaults for fields missing from `config.json`: the defaults of the family's class in `transformers`."""
     rope_theta: float = 10_000.0
@@ -113,9 +113,9 @@ class Family:
     has_local_rope: bool = False
     """Whether rotary settings in `config.json` can differ between sliding-window layers and other layers."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
-    """Fields of `config.json` that must be null or have one of these values; other values are errors."""
+    """Allowed values by field of `config.json`, in addition to null; any other value is an error."""
     stored: Sequence[str] = ()
-    """Fields of `field_types` that the family's class in `transformers` stores but never applies; nor does Lowtide."""
+    """Fields of `field_types` that the class in `transformers` stores but never applies; Lowtide ignores them, too."""
     read: Callable[[Any], Mapping[str, Any]] = lambda file: {}
     """Function that computes fields of `DecoderConfig` where copying is not enough. Its argument is the validated
     `config.json`, a `ConfigFile` of `models/_schema.py` with the fields of all families."""

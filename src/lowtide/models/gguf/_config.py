@@ -1,7 +1,7 @@
 """Conversion of a GGUF file's metadata to the contents of a `config.json`, which are then read with all checks.
 
-A key of the file's architecture is an error if it is switched on, but this module does not read it: the key may change
-what the model computes. This module also sets values that llama.cpp hard-codes, such as the attention scale of Gemma.
+A key of the file's architecture that is switched on, but not read here, is an error: it may change what the model
+computes. This module also sets values that llama.cpp hard-codes, such as the attention scale of Gemma.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Values without effect, by key (a scale of 0 means no scale). For all other keys: false, 0 and empty values."""
 _WIDEST = {"gemma2": 46, "gemma3": 62}
-"""Numbers of layers that identify the 27B models, whose attention scale uses hidden size / heads, not `head_dim`."""
+"""Number of layers of the 27B model, by architecture. Its attention scale uses hidden size / heads, not `head_dim`."""
 _ROPE = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 CONSTANTS = (_ROPE, _LONG, _SHORT)

@@ -27,9 +27,9 @@ _MAGIC = b"GGUF"
 _MOST_TENSORS, _MOST_KEYS, _MOST_TEXTS = 2**20, 2**16, 2**24
 _MOST_NAME, _KEPT_TEXT, _KEPT_ARRAY = 2**16, 2**16, 2**14
 _ALL_NUMBERS, _ALL_TEXT = 2**20, 16 * 1024**2
-"""Limits per file: the numbers in arrays; the bytes of names; the bytes of texts. Models have far less."""
+"""Limits per file: numbers in all arrays; bytes of all names and, separately, of all texts. Models have far less."""
 _MIN_KEY, _MIN_TENSOR = 13, 32
-"""Fewest bytes of a key with its value, and of a tensor's description; they limit the counts that fit in a file."""
+"""Fewest bytes of a key with its value, and of a tensor's description; counts too large for the file are errors."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _LONG_ROW = 20_000

@@ -95,7 +95,7 @@ class GgufTensor:
     file: Path
     place: Place
     expert: int | None = None
-    """Index of the expert in the first axis, for a tensor of all experts."""
+    """Index of the expert along the first axis of a tensor of all experts; None for other tensors."""
     heads: int = 0
     """Number of heads with permuted rows; 0 for rows that were not permuted."""
     added: float = 0.0

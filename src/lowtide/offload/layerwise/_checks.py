@@ -111,7 +111,7 @@ def _trace_update(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, 
 
 
 def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
-    """Return the jaxpr of one update and shapes of the state; raise `StructureError` if the call fails."""
+    """Return the jaxpr of one update and shapes of the state; raise `StructureError` if the optimizer's call fails."""
     try:
         return _trace_update(tx, params)
     except (TypeError, ValueError, AttributeError) as error:

@@ -90,7 +90,7 @@ def layerwise_step(
     """Make a training step that updates each layer inside the backward pass.
 
     Args:
-        stack: the model as `first`, `block`, `last`.
+        stack: the model as functions `first`, `block` and `last`.
         tx: any Optax optimizer that updates a leaf without gradients of other leaves (no clipping by a global norm). It
             receives each layer, without the stacking axis, and each outer leaf as a separate tree, with paths
             ``layers/...`` and ``outer/...``. So optimizers that reduce over a leaf (LAMB, Adafactor, Muon) reduce over
@@ -187,7 +187,7 @@ class Clip:
     """
 
     max_norm: float
-    """Largest norm of gradients that are not scaled down, above 0."""
+    """Largest norm, above 0. Gradients with a larger norm are scaled down to this norm."""
     mode: ClipMode = "exact"
     """Norm that decides the scale. ``"exact"``: the norm of all gradients of this step, as `optax.clip_by_global_norm`,
     from a second forward and backward pass. It costs twice the arithmetic and 1.3 times the host traffic of weights and
@@ -223,7 +223,7 @@ class LayerwiseState:
     layers_opt: Tree
     """The optimizer's state of one layer, every leaf with a leading axis for the layers."""
     grad_norm: Any
-    """Norm of all gradients in the last step that was not skipped, float32 (float64 with `jax_enable_x64`), or 0."""
+    """Norm of all gradients in the last unskipped step, 0 before any; float32 (float64 with `jax_enable_x64`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # jax.jit distinguishes steps by identity
@@ -666,8 +666,8 @@ def _scope_optimizer(tx: optax.GradientTransformation, name: str) -> optax.Gradi
 def _can_move_to_host(leaf: Any, *, is_stacked: bool) -> bool:
     """Return whether a leaf may move to the host: it has two or more axes, or at least 1 MiB.
 
-    Stacked leaves count without their leading axis. A partitioned program may need to slice a leaf in host memory. A
-    TPU cannot slice smaller vectors there.
+    Stacked leaves count without their leading axis. Smaller vectors stay on the device: a partitioned program may need
+    to slice a leaf in host memory, and a TPU cannot slice such vectors there.
     """
     entry = leaf.shape[1:] if is_stacked else leaf.shape
     return len(entry) > 1 or leaf_bytes(jax.ShapeDtypeStruct(entry, leaf.dtype)) >= 2**20

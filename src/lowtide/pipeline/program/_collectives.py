@@ -22,7 +22,7 @@ from ...jaxprs import Kind, bodies, equations, is_closed, kind_of, make_jaxpr, o
 
 
 def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
-    """Raise for kernels and callbacks that JAX cannot lower on a mesh with automatic axes; JAX gives no source line."""
+    """Raise, with the source line, for kernels and callbacks that JAX cannot lower on a mesh with automatic axes."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
 

@@ -67,13 +67,13 @@ from ._layout import Layout
 
 State = dict[str, Any]
 Arrivals = dict[str, list[Any]]
-"""Values that arrive, by the table column that holds their slot."""
+"""Maps the table column with the slot of an arriving result, such as ``from_left``, to the arrays of the result."""
 FROM_HERE = "from_here"
 _NO_RESIDUALS = 0.5
 """Lowest memory limit to try, as a share of a forward pass's residuals; every schedule needs more."""
 _NUM_FITTING = 4
-"""Number of schedules within a memory limit among which the fastest is chosen. A lower limit does not always give a
-slower schedule."""
+"""The search for a schedule ends after this number of schedules that fit into memory, and takes the fastest. It tries
+several, because a lower memory limit does not always give a slower schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,13 +234,13 @@ class ResidentArrays(NamedTuple):
     hoisted: list[tuple[tuple[int, ...], Any]]
     """Shapes and dtypes of the values that are computed from weights once for all microbatches."""
     used: dict[str, tuple[int, ...]]
-    """Number of slots of each buffer that each rank uses."""
+    """Maps the name of a buffer to the numbers of slots that the ranks use."""
     schedule: Schedule
     """The schedule that runs; an ``auto`` schedule without costs is already fitted to the stages."""
     costs: Costs
     """Costs of the stages: FLOPs, and memory in units of the residuals of one microbatch in a stage."""
     flops: dict[str, PassFlops]
-    """FLOPs of the functions of the stack; for blocks, FLOPs of one stage."""
+    """Maps each function of the stack to its FLOPs; the FLOPs of ``blocks`` are those of one stage."""
 
 
 class _Forward:
@@ -353,7 +353,7 @@ class _Forward:
         return {**state, "loss": add(state["loss"], loss), "metrics": jax.tree.map(add, state["metrics"], metrics)}
 
     def _exchange(self, kind: str, state: State) -> Arrivals:
-        """Send the last results of a kind of pass to the neighbours; return those that arrive, also from this rank."""
+        """Send a kind of pass's last results to the neighbours; return the results that arrive, also from this rank."""
         num_ranks = self.program.schedule.num_ranks
         arrivals: Arrivals = {}
         for name, offset in (("from_left", 1), ("from_right", -1), (FROM_HERE, 0)):
@@ -595,8 +595,8 @@ def total_dtype(dtype: Any) -> Any:
 def _run_if(flag: Any, run: Callable[[Any, Any], Any], state: Any, operands: Any) -> Any:
     """Return ``run(state, operands)`` if the flag is set, otherwise `state`; the state is changed in place.
 
-    All inputs that differ from run to run must be in `operands`. A barrier ties the operands to the loop. Without it,
-    XLA moves loop-invariant computation out of the loop and runs it even if the loop runs zero times.
+    The condition is a loop of zero or one iterations. All inputs that differ from run to run must be in `operands`. A
+    barrier ties them to the loop. Without the barrier, XLA moves work out of the loop, where it always runs.
     """
 
     def body(i: Any, state: Any) -> Any:
@@ -692,7 +692,7 @@ class _InPlacePasses:
     ) -> tuple[Tree, Buffers]:
         """Run the input pass; return the gradient of the input and the buffers.
 
-        `cell` has table entries by column. `first_row` is the first row of the stage in the totals.
+        `cell` maps table columns to entries. `first_row` is the first row of the stage in the totals.
         """
         env = self.split.env(weights, hoisted, extras) | self.split.dy.env(dy)
         buffers = self._run(Pass.INPUT, env, buffers, cell, first_row)

@@ -28,7 +28,7 @@ class Layout:
     """Assignment of layers to stages."""
 
     schedule: Schedule
-    """Gives the rank of each stage."""
+    """The schedule, which has the rank of each stage."""
     layers_per_stage: tuple[int, ...]
     """Number of layers of each stage, from the first stage on."""
 

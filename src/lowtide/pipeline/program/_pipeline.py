@@ -73,7 +73,7 @@ def value_and_grad(
 
     Args:
         stack: the model as `first`, `block`, `last`. Every function receives the microbatch, so its masks and positions
-            reach every stage. An auxiliary loss of the blocks is a leaf of `h` that `last` adds.
+            reach every stage. An auxiliary loss of the blocks is a leaf of `h` that `last` adds to the loss.
         schedule: order of the passes; its ranks are the devices along `axis`. An ``"auto"`` schedule that has no costs
             is made again with the costs of the stack: FLOPs of its passes, and bytes kept between them.
         mesh: the devices, as from `lowtide.train.make_mesh`. Its other axes have to be automatic (`AxisType.Auto`).
@@ -241,9 +241,9 @@ class Pipeline:
         """Compute ``(loss, metrics)`` without a backward pass; arguments are those of a call.
 
         Errors are also those of a call, but leaves need no gradient, and a batch may have any positive number of rows.
-        The number of rows of a microbatch is that of the batch divided by the schedule's number of microbatches,
-        rounded up. Remaining rows form one more, smaller microbatch. Its mean is weighted by `weight`, or by its number
-        of rows without `weight`.
+        A microbatch has the batch's number of rows divided by the schedule's number of microbatches, rounded up.
+        Remaining rows form a smaller, last microbatch. Microbatches are weighted by `weight`; if it is None, by their
+        numbers of rows.
         """
         rows = _check_rows(batch) or self.schedule.num_microbatches
         # Rows of a microbatch, rounded up to a multiple of the parts into which its rows are sharded.
@@ -340,7 +340,7 @@ class Pipeline:
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     def _refuse_unshardable_rows(self, batch: Tree) -> None:
-        """Raise if the rows cannot be sharded, so that every device would compute all of them."""
+        """Raise if the rows cannot be sharded; every device would then compute all rows."""
         _check_rows(batch)
         num_parts = self.schedule.num_microbatches * self._num_parts
         for path, leaf in leaves_with_paths(batch):
@@ -538,7 +538,7 @@ def _refuse_other_rows(layers: Tree, layer_layout: Layout) -> None:
 
 
 def _is_raised_by_jax(error: BaseException) -> bool:
-    """Return whether JAX raised the error, not a function that JAX called; JAX may have removed its frames."""
+    """Return whether JAX itself raised the error, perhaps without frames of its own, not a function that it called."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return frame.f_globals.get("__name__", "").split(".")[0] == "jax" or not line.startswith(("assert", "raise"))

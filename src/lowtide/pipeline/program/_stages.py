@@ -264,7 +264,7 @@ def _describe(operation: Unsplit) -> str:
 
 
 def _has_shard(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, num_parts: int) -> bool:
-    """Return whether the compiled program has a buffer for one of `num_parts` shards; only XLA knows all shardings."""
+    """Return whether a program has a buffer for one of an array's `num_parts` shards; only XLA knows all shardings."""
     size = math.prod(shape) * dtype.itemsize // num_parts
     return memory is not None and any(
         buffer.num_bytes - buffer.padding_bytes == size

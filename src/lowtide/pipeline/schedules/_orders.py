@@ -165,7 +165,7 @@ def _blocks(*hops: tuple[int, int, int, int]) -> _Candidates:
 
     Each of `hops` holds the units between the passes of neighbouring ranks, for F0, F1, I1 and I0 (passes of chunks 0
     and 1). Their sum sets the lifetime of a microbatch's residuals, and so the memory of a rank. A sum of 12 needs the
-    memory of 1F1B, a sum of 6 half of it, 4 a third. The first orders are periodic; the others went through `_squeeze`.
+    memory of 1F1B, a sum of 6 half of it, 4 a third. Periodic orders come first, then orders from `_squeeze`.
     """
 
     def orders(num_ranks: int, _: int, num_microbatches: int) -> Iterator[_Orders]:
@@ -289,7 +289,7 @@ def _move_earlier(rank_slots: Sequence[_Slots], may_move: Callable[[int], bool])
 
 
 _RESIDUAL_CHANGES = {Kind.FORWARD: 1, Kind.WEIGHT: -1}
-"""Change of the number of forward passes whose residuals a rank holds, by the kind of the pass that it runs."""
+"""Maps the kind of a pass to its change of the number of forward passes whose residuals a rank holds."""
 
 
 def _residual_counts(slots: _Slots) -> list[int]:
@@ -458,7 +458,7 @@ def _memory_error(rank: int, action: Action, memory: float, limit: float) -> Sch
 
 WeightPolicy = Literal["free", "together", "at once"]
 """When weight passes may lengthen a tick: only if memory requires it ("free"); also if all ranks have one to run
-("together"); always ("at once"). In all cases, they may lengthen ticks without F and I, and some after the last F."""
+("together"); always ("at once"). They may always lengthen ticks without F and I, and some ticks after the last F."""
 
 
 class TickPacker:

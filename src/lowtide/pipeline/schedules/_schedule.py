@@ -78,7 +78,7 @@ def _parse_actions(text: str) -> list[Action]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Times of actions and memory of stages, in any unit: each a number or, except `communication`, a number per stage.
+    """Times of actions and memory of stages, in any unit. All but `communication` may have a number for each stage.
 
     Raises:
         ConfigError: when the time of a pass is not above 0, another cost is below 0, a cost is not finite, or

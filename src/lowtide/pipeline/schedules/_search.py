@@ -2,9 +2,9 @@
 
 A named schedule has a `Recipe`, which lists candidate orders; the search returns the fastest. ``auto`` compares named
 schedules, named schedules packed into ticks (`TickPacker`), and greedy schedules, all within its memory limit. If there
-are many microbatches, it ranks candidates with fewer, and compares only the best four with all. The result is not
-always optimal: an optimum needs an integer program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). In this file,
-`chunks` is the number of stages per rank.
+are many microbatches, it ranks candidates for a smaller number, and then compares the best four for the full number.
+The result is not always optimal: an optimum needs an integer program (Qi et al., "Zero Bubble Pipeline Parallelism",
+2024). In this file, `chunks` is the number of stages per rank.
 """
 
 from __future__ import annotations

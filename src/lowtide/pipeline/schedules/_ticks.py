@@ -235,8 +235,8 @@ def _pass_rows(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
 def _assign_slots(lifetimes: Iterable[_Lifetime]) -> tuple[dict[_Key, int], Counter[int]]:
     """Assign a slot to each interval, separately on each rank, and count the slots of each rank.
 
-    Slots are assigned like registers, by colouring intervals. A rank then needs no more slots than values that are live
-    at one time.
+    Slots are assigned like registers, by colouring intervals. So a rank needs only as many slots as it has live values
+    at its fullest moment.
     """
     slots: dict[_Key, int] = {}
     free: dict[int, list[int]] = {}

@@ -64,9 +64,9 @@ _VIEWS = {"broadcast_in_dim", "copy", "expand_dims", "reshape", "rev", "slice", 
 def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> tuple[dict[Op | Carry, Pass], dict[Value, Op]]:
     """Assign every operation of a stage's forward and backward pass to a pass.
 
-    `sources` are the roles of the graph inputs, `sinks` the results of the stage. Returns the pass of each operation
-    and carry, and the free values, each with the operation that computes it in every pass that reads it. Operations in
-    neither result are dead.
+    `sources` are the roles of the graph inputs, `sinks` the results of the stage. The first result maps operations
+    and carries to their passes. The second maps free values to the operations that compute them again in each pass that
+    reads them. Operations in neither result are dead.
     """
     reach = Reach(graph, sources, sinks)
     live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
@@ -114,7 +114,7 @@ class Reach:
                 self._add_alias(stack, value)
 
     def _add_alias(self, value: Value, source: Atom) -> None:
-        """Give `value`, a slice or the stack of `source`, the producer of `source`, and add it to the same sets."""
+        """Record that `value`, a slice or the stack of `source`, has the same producer and dependences as `source`."""
         if not isinstance(source, Value):
             return
         if source in self.producer:  # otherwise `source` is a free value or a slice of one
@@ -311,7 +311,7 @@ class _Cut:
                     self._require(self.vertex(node, bound), self.vertex(self.reach.producer[value], bound))
 
     def _effect_deadlines(self) -> dict[Node, Pass]:
-        """Return the last pass in which each operation with effects may run.
+        """Map each operation with effects to the last pass in which it may run.
 
         A weight pass drops operations whose results nobody reads, so effects run before it. Effects of the forward pass
         stay there. Effects after the first read of a cotangent, such as recomputed ones, run in the input pass.

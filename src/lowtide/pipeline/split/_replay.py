@@ -119,8 +119,8 @@ class Plan:
         """Run a pass; add the values that it computes to `env`, and replace the buffers that it changes.
 
         `env` maps graph inputs and values of earlier passes to arrays, `Rows` or a `Slot`. `saved_slots` are the slots
-        of values that later passes read; a value without a slot stays in `env`. `totals` maps gradients to slots to
-        which a loop adds their rows (`can_accumulate_rows`).
+        of values that later passes read; a value without a slot stays in `env`. `totals` maps a gradient
+        whose rows a loop adds to a total (`can_accumulate_rows`) to the slot of the total.
         """
         runner = _Runner(self, pass_, buffers, saved_slots, totals)
         runner.run_items(self.graph.items, [env])
@@ -262,9 +262,9 @@ class _Runner:
         return self.read(value, envs)
 
     def _entering_values(self, loop: Loop) -> dict[Value, Any]:
-        """Return the values that the body reads from outside: slices, and values of the body that earlier passes saved.
+        """Map values of the body to the outside values that hold them, such as their stacks.
 
-        Keys are values of the body. Each maps to the value outside that holds it, such as its stack.
+        The keys are slices, and values that earlier passes computed in the body and saved for this pass.
         """
         outers = {inside: outer for outer, inside in loop.slices}
         entering_values: dict[Value, Any] = {}

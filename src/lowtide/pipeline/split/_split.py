@@ -256,7 +256,7 @@ def _pass_flops(plan: Plan, sources: list[Source], sinks: list[Sink], whole_ops:
 
 
 def _early_effects(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tuple[str, str, str, int | None]]:
-    """Return name, location, hint and FLOPs of each effect that alone makes products run in the input pass."""
+    """Return name, location, hint and FLOPs of each effect without which products would run in the weight pass."""
     effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects and op.eqn is not None]
     if not effects:
         return []

@@ -43,13 +43,13 @@ class RunFacts:
     verdict: str
     """The result in one sentence."""
     facts: Sequence[tuple[str, str]]
-    """The most important figures: names and values."""
+    """The most important figures, as pairs (name, value)."""
     charts: Sequence[Chart]
     """Charts over the steps; a chart without values shows a note."""
     samples: Mapping[str, tuple[str, str]]
-    """Texts by title: a prompt and its continuation."""
+    """Maps the title of a sample to its prompt and continuation."""
     tables: Mapping[str, Sequence[tuple[str, str]]]
-    """Tables by title, rows of name and value."""
+    """Maps the title of a table to its rows, which are pairs (name, value)."""
     notes: Sequence[str] = ()
     """Lines at the end of the page."""
 

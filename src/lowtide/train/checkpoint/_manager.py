@@ -61,7 +61,7 @@ _QUIET = ("/futures/", "/checkpointers/async_checkpointer", "/checkpoint_manager
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Return whether a log record is not from Orbax, or is an error that Orbax does not raise."""
+    """Return False for log records of Orbax, except for errors that Orbax only logs and does not raise."""
     path = record.pathname.replace("\\", "/")
     return "orbax/checkpoint/" not in path or (
         record.levelno >= logging.ERROR and not any(part in path for part in _QUIET)
@@ -98,7 +98,7 @@ class Checkpoints:
         best: name of a value in evaluations, such as ``eval_loss``, whose best checkpoint is kept in addition.
         best_mode: ``"min"`` or ``"max"``.
         like: the state to save, as arrays or shapes; the host memory of a save is then bounded as in
-            `checkpoint_bytes`. None: Orbax decides.
+            `checkpoint_bytes`. With None, Orbax sets the bound.
 
     Raises:
         ConfigError: for an unknown `best_mode`, a `max_to_keep` below 1, or a URL; when Orbax is not installed.
@@ -186,7 +186,7 @@ class Checkpoints:
         return self.best is not None and self._retention.add_evaluation(step, record, self._manager.all_steps())
 
     def changed(self, step: int) -> None:
-        """Record that weights were changed at a step, so that a later checkpoint of the step loses its evaluation."""
+        """Record that weights were changed at a step, so that its evaluation is dropped before its next checkpoint."""
         self._retention.mark_changed(step)
 
     def save(self, step: int, state: Tree, notes: Mapping[str, Any], *, replace: bool = False) -> bool:
@@ -321,7 +321,7 @@ class Checkpoints:
         return dict(self._manager.restore(step, args=args)[_NOTES])
 
     def existing(self, step: int | None) -> int:
-        """Return `step`, or the best step for None; raise `ConfigError` if it has no checkpoint."""
+        """Return `step`, or the best step if `step` is None; raise `ConfigError` if there is no such checkpoint."""
         self.wait()
         steps = sorted(self._manager.all_steps())
         selected = self.best_step() if step is None else step
@@ -412,7 +412,7 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints of steps above `after`, because none of them can be read."""
+        """Rename the checkpoints of steps above `after`; call it only if none of them can be read."""
         self._set_aside([step for step in self._manager.all_steps() if step > after])
 
     def _set_aside(self, steps: list[int]) -> None:

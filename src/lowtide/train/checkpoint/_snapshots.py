@@ -199,7 +199,7 @@ def open_checkpoints(
     best: str | None,
     best_mode: str,
 ) -> Checkpoints | None:
-    """Return the checkpoints if there is a folder for them; raise for settings that make them unusable."""
+    """Return the checkpoints in a folder, or None without a folder; raise for invalid or contradictory settings."""
     check_type("rollback", rollback, bool, "True or False")
     folder: Any = directory
     if not (folder is None or (isinstance(folder, str | os.PathLike) and str(folder))):

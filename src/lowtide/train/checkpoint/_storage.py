@@ -40,8 +40,8 @@ from ...core import (
 )
 
 CHUNK_BYTES = 64 * 1024**2
-"""Largest number of bytes of a leaf that are compressed, written and read as one chunk, unless a prime length prevents
-the split. (Chunks of less than 32 MiB would cost memory: glibc keeps such blocks after they are freed.)"""
+"""Most bytes of a leaf that are compressed, written and read as one chunk; an axis of prime length may need more.
+(Chunks of less than 32 MiB would cost memory: glibc keeps such blocks after they are freed.)"""
 _COPY_BYTES = 512 * 1024**2
 """Host memory that a copy of the state may use, so that training continues during a save."""
 _ROW_BYTES = 4 * 1024**2
@@ -60,7 +60,7 @@ _BUFFER_BYTES, _NUM_THREADS = 1 << 22, 8
 
 
 def flatten_state(state: Tree) -> dict[str, Any]:
-    """Return the leaves to store, by their names in the checkpoint; raise if two leaves have the same name."""
+    """Map names in the checkpoint to the leaves to store (those with elements); raise if two leaves share a name."""
     named_leaves: dict[str, Any] = {}
     for path, leaf in leaves_with_paths(state):
         name = _name(path)
@@ -77,7 +77,7 @@ def largest_leaf(state: Tree) -> int:
 
 
 def chunking(leaf: Any) -> dict[str, Any]:
-    """Return the arguments of Orbax's `SaveArgs` that decide how it splits a leaf into chunks."""
+    """Return the arguments of `SaveArgs` that decide how Orbax splits a leaf into chunks."""
     has_row_chunks = leaf.ndim > 0 and leaf.size * leaf.dtype.itemsize >= _ROW_BYTES * leaf.shape[0]
     limit, total = CHUNK_BYTES, _part_bytes(leaf)
     while total and _chunk_bytes(leaf, limit, has_row_chunks) < min(_LEAST_BYTES, CHUNK_BYTES, total) and limit < total:
@@ -117,8 +117,8 @@ class CheckpointBytes:
     restoring: int
     """Bytes while a checkpoint is restored."""
     is_copied: bool
-    """Whether training continues during a save, because the state is copied: a copy of at most 512 MiB, or of the size
-    of the largest leaf. Otherwise training waits, and leaves are copied one after the other."""
+    """Whether the state is copied, so that training continues during a save. The copy has at most 512 MiB, or at most
+    the bytes of the largest leaf. Otherwise training waits, and leaves are copied one after the other."""
 
 
 def checkpoint_bytes(state: Tree) -> CheckpointBytes:
@@ -164,7 +164,7 @@ def _part_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _copied_bytes(leaf: Any) -> int:
-    """Return the bytes of a leaf's shards on this process's devices, each copied once; CPUs need no copy."""
+    """Return the bytes of a host copy of a leaf's distinct shards on this process's devices; 0 on CPUs (no copy)."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return 0 if jax.default_backend() == "cpu" else leaf.size * leaf.dtype.itemsize
@@ -175,7 +175,7 @@ def _copied_bytes(leaf: Any) -> int:
 
 
 def unflatten_state(values: dict[str, Any], like: Tree) -> Tree:
-    """Return a tree like `like` from leaves by the names of `flatten_state`; empty the dictionary meanwhile."""
+    """Return a tree like `like` from the leaves in `values`, which has the names of `flatten_state` and is emptied."""
 
     def restore_leaf(path: str, leaf: Any) -> Any:
         if _name(path) in values:
@@ -396,7 +396,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """Return the first file that differs from what was written, with the difference; None if there is no damage.
+    """Return a text that names the first damaged file and the difference found; None if there is no damage.
 
     The sizes of all files are compared, and the checksums of every `num_parts`-th file, from number `part` on.
     """
