@@ -1,4 +1,4 @@
-"""``lowtide fits``: whether a step fits, for each target; with ``--largest``, the largest value that fits."""
+"""``lowtide fits``: whether a step fits each target; with ``--largest KEY``, the largest KEY that fits."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _margin(num_bytes: int | None) -> str:
-    """Format a margin; a negative margin becomes "SIZE over", where SIZE has no sign, as ``--budget`` expects."""
+    """Format a margin; a negative margin becomes "SIZE over". `parse_bytes` can read SIZE, because it has no sign."""
     return f"{format_bytes(-num_bytes)} over" if num_bytes is not None and num_bytes < 0 else _size(num_bytes)
 
 

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _adapted_models(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
-    """Yield the pairs of `with_each`; on a GPU, unstack the model's layers if there is at most one adapter."""
+    """Yield ``(name, model)`` per adapter, or ``(None, base)``; unstack layers on a GPU with at most one adapter."""
     import jax
 
     from ..models import unstack
@@ -188,7 +188,7 @@ def _write_answer(file: TextIO | None, record: dict[str, Any]) -> None:
 
 
 def _context(record: dict[str, Any], ids: list[int]) -> list[int]:
-    """Return the tokens whose text the answer continues: the prompt; [] for a chat, which ends in template text."""
+    """Return the tokens to decode before an answer, so that it keeps a leading space: the prompt; [] for a chat."""
     return ids if "prompt" in record else []
 
 

@@ -94,7 +94,7 @@ def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
 
 
 def _end_quietly() -> None:
-    """Suppress messages while open files are written after an interrupt; a second interrupt exits at once."""
+    """Ignore unraisable exceptions while writing threads end after an interrupt; a second interrupt exits at once."""
     # The first interrupt may have ended threads and coroutines halfway, and their messages do not help the user.
     sys.unraisablehook = lambda _: None
     if threading.current_thread() is threading.main_thread():

@@ -115,7 +115,7 @@ class NonFiniteError(LowtideError, ValueError):
 
 
 class StateError(LowtideError, ValueError):
-    """Training state that a trainer borrowed or a failed step lost, or a process that failed or does not answer."""
+    """Training state that is borrowed, lost or damaged; a mistimed call; a process that failed or does not answer."""
 
     code = "LT013"
 

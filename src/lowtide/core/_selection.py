@@ -27,7 +27,7 @@ Selector = Pattern | Sequence[Pattern] | Callable[[str, Any], bool]
 """A pattern, a sequence of patterns, or a predicate ``(path, leaf) -> bool``."""
 
 _TOKENS = re.compile(r"\\.|\$?\{|[,}]", re.DOTALL)
-"""Delimiters of alternatives in a pattern. An escaped character matches with its backslash, and delimits nothing."""
+"""Tokens of a pattern: braces, commas and escaped characters. An escaped brace or comma is thus no delimiter."""
 _HALVES = "combine the two halves that partition returned, without changing their structure"
 _HOLD_ONCE = "hold the array at one path and use it twice in the model, or untie it with jnp.array(leaf, copy=True)"
 
@@ -174,13 +174,13 @@ def sample(names: Iterable[str]) -> str:
 def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
     """Yield each alternative of each brace, and the pattern with the alternative in place of the brace.
 
-    Braces are ``{a,b}`` and ``{0..3}``, also nested. Other braces of the pattern stay, so each alternative may match in
-    any combination with them. ``**/{attn,mlp}/{q,up}_proj`` has four alternatives; not all combinations must match.
+    Braces are ``{a,b}`` and ``{0..3}``, also nested. Braces around an alternative are replaced too; all others stay.
+    ``**/{attn,mlp}/{q,k,up}_proj`` gives 5 patterns, one per alternative; its 6 combinations need not all match.
 
     Examples:
         >>> list(alternatives("{q,v}_proj"))
         [('q', 'q_proj'), ('v', 'v_proj')]
-        >>> [alone for _, alone in alternatives("{a,b}{0..1}")]
+        >>> [variant for _, variant in alternatives("{a,b}{0..1}")]
         ['a{0..1}', 'b{0..1}', '{a,b}0', '{a,b}1']
     """
     position = 0

@@ -111,7 +111,7 @@ class Layout:
 
 
 def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] | None) -> Layout:
-    """Divide layers into stages, as evenly as possible by default; raise `ConfigError` if the numbers do not match."""
+    """Divide layers into stages, evenly by default; raise `ConfigError` for 0 layers or wrong `layers_per_stage`."""
     if not num_layers:
         raise ConfigError("the pipeline has no layers", hint="call first and last without a pipeline")
     if layers_per_stage is None:
