@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, is_recomputed, recomputed
-from lowtide.jaxprs import equations
+from lowtide.jaxprs import equations, jaxpr_flops, make_jaxpr
 from lowtide.ops import _tiled_map, tiled_map
 
 WIDTH = 6
@@ -213,7 +214,7 @@ def test_a_decoder_has_the_tiles_and_the_attention_that_are_asked_for(monkeypatc
     assert (2, 96, 32) in shapes(model) and (2, 32, 32) not in shapes(model)  # what the MLP makes
     assert (2, 32, 32) in shapes(asked) and (2, 96, 32) not in shapes(asked)
     scores = dataclasses.replace(model, attention="xla")
-    named = ["attn_out" in str(jax.make_jaxpr(step)(each, batch)) for each in (scores, model)]
+    named = ["attn_lse" in str(jax.make_jaxpr(step)(each, batch)) for each in (scores, model)]
     assert named == [False, True]  # all scores at once, blocks
     want = jax.jit(step)(model, batch)
     for other in (asked, scores):
@@ -300,3 +301,67 @@ def test_a_block_knows_whether_it_runs_again() -> None:
     with pytest.raises(ZeroDivisionError):
         recomputed(lambda: 1 // 0)()
     assert not is_recomputed()
+
+
+def named_mlp(params: Any, x: Any) -> Any:
+    """The same, with one name inside of a jit, and one outside."""
+    h, positions = x
+    up = jax.jit(lambda h, weight: checkpoint_name(h @ weight, "up"))(h, params["up"])
+    wide = jnp.tanh(up) * positions[..., None]
+    return h + checkpoint_name(wide @ params["down"], "down"), {"norms": jnp.sum(wide, axis=-1)}
+
+
+@pytest.mark.parametrize("length", [12, 48])  # unrolled tiles, and a loop; both end with a shorter tile
+@pytest.mark.parametrize("save", [("up",), ("up", "down"), "u."])
+def test_named_values_inside_of_tiles_are_kept(length: int, save: Any) -> None:
+    h, positions = given(length)
+
+    def total(block: Any, params: Any, h: Any) -> Any:
+        out, more = block(params, h)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(more["norms"] ** 2)
+
+    def block(params: Any, h: Any) -> Any:  # it closes over a tracer
+        return tiled_map(lambda params, x: named_mlp(params, x), params, (h, positions), width=WIDTH)
+
+    def gradients(block: Any) -> Any:
+        return jax.value_and_grad(functools.partial(total, block), argnums=(0, 1))
+
+    kept = gradients(lt.offload.checkpoint(block, save=save))
+    expected = jax.jit(gradients(lambda params, h: named_mlp(params, (h, positions))))(PARAMS, h)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), jax.jit(kept)(PARAMS, h), expected
+    )
+    flops = [jaxpr_flops(make_jaxpr(fn)(PARAMS, h)[0]) for fn in (kept, gradients(jax.checkpoint(recomputed(block))))]
+    assert flops[0] < flops[1]
+
+
+def test_names_inside_of_tiles_are_listed_and_unknown_names_refused() -> None:
+    h, positions = given(12)
+
+    def block(params: Any, h: Any) -> Any:
+        return tiled_map(named_mlp, params, (h, positions), width=WIDTH)[0].sum()
+
+    with pytest.raises(lt.core.SelectionError, match="matches no named value(.|\n)*near misses: up"):
+        jax.grad(lt.offload.checkpoint(block, save=["upp"]))(PARAMS, h)
+
+
+@pytest.mark.parametrize("names", [["attn_out", "attn_lse"], ["mlp_gate", "mlp_up"], ["attn_q", "attn_k", "attn_v"]])
+def test_a_decoder_keeps_names_with_tiles_bit_for_bit(names: list[str]) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2}
+    config = models.DecoderConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=8)
+    model = dataclasses.replace(models.init(config, key=jax.random.key(0)), tile_tokens=64)
+    batch = {name: jnp.ones((2, 96), jnp.int32) for name in ("tokens", "labels")}
+
+    def step(block: Any, **options: Any) -> Any:
+        stack = dataclasses.replace(model.stack, block=block)
+        return jax.value_and_grad(lambda outer, layers: stack.apply(outer, layers, batch, **options)[0], argnums=(0, 1))
+
+    block = model.stack.block
+    recomputed_all = step(block, remat=True)
+    kept = step(lt.offload.checkpoint(block, save=names, prevent_cse=False))
+    results = [jax.jit(fn)(model.outer, model.layers) for fn in (recomputed_all, kept)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    closed = [make_jaxpr(fn)(model.outer, model.layers)[0] for fn in (recomputed_all, kept)]
+    assert jaxpr_flops(closed[1]) < jaxpr_flops(closed[0])
+    shapes = {var.aval.shape for eqn in equations(closed[1]) for var in eqn.outvars}
+    assert (2, 32, 32) in shapes  # tiles of the MLP

@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -253,29 +253,52 @@ INTERNAL_PREFIX = "_lowtide/"
 """Prefix of Lowtide's internal `checkpoint_name`s; reports and lists for users leave these names out."""
 
 
+LAYER_NAMES: Mapping[str, str] = {
+    "attn_q": "rotated queries",
+    "attn_k": "rotated keys",
+    "attn_v": "values",
+    "attn_out": "output of attention, before the output projection",
+    "attn_lse": "log-sum-exp of the scores of each query",
+    "attn_proj": "output projection of attention",
+    "mlp_gate": "gate projection of the MLP",
+    "mlp_up": "up projection of the MLP",
+    "mlp_gate_up": "gate and up projections of the MLP, if they are one matrix",
+    "mlp_out": "down projection of the MLP, if a norm follows it",
+}
+"""Names of values in a decoder's layers, for `lowtide.offload.checkpoint` and plans, with their meaning."""
+
+
 def is_own_name(name: str) -> bool:
     """Return whether a `jax.ad_checkpoint.checkpoint_name` is internal to Lowtide."""
     return name.startswith(INTERNAL_PREFIX)
 
 
 _is_recomputed: contextvars.ContextVar[bool] = contextvars.ContextVar("is_recomputed", default=False)
+_kept_names: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar("kept_names", default=frozenset())
 
 
-def recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(block: Callable[..., Any], kept: frozenset[str] | None = frozenset()) -> Callable[..., Any]:
     """Wrap a block so that `is_recomputed` returns True while the block is traced.
 
-    The caller must recompute the block, for instance with `jax.checkpoint`.
+    The caller must recompute the block, for instance with `jax.checkpoint`. `kept` are the names of values that the
+    caller's policy keeps until the backward pass; None means any name, for a caller that only lists names.
     """
 
     @functools.wraps(block)
-    def traced(*args: Any) -> Any:
-        token = _is_recomputed.set(True)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        tokens = _is_recomputed.set(True), _kept_names.set(kept)
         try:
-            return block(*args)
+            return block(*args, **kwargs)
         finally:
-            _is_recomputed.reset(token)
+            _is_recomputed.reset(tokens[0])
+            _kept_names.reset(tokens[1])
 
     return traced
+
+
+def kept_names() -> frozenset[str] | None:
+    """Return the names of values that the traced code keeps until the backward pass; None means any name."""
+    return _kept_names.get()
 
 
 def is_recomputed() -> bool:

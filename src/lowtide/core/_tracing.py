@@ -116,4 +116,4 @@ class ConvertedClosure:
         values = iter(tracers)
         pairs = zip(self._traced.consts, self._is_const, strict=True)
         consts = [const if is_const else next(values) for const, is_const in pairs]
-        return jex.jaxpr_as_fun(jex.ClosedJaxpr(self._traced.jaxpr, consts))(*leaves)
+        return jex.jaxpr_as_fun(self._traced.replace(consts=consts))(*leaves)

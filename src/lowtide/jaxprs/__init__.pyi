@@ -7,6 +7,7 @@ from ._operations import bodies as bodies
 from ._operations import called as called
 from ._operations import eqn_flops as eqn_flops
 from ._operations import equations as equations
+from ._operations import evaluate as evaluate
 from ._operations import fold as fold
 from ._operations import jaxpr_flops as jaxpr_flops
 from ._operations import kind_of as kind_of

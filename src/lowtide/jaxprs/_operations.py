@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jax.extend import core as jex
+from jax.extend.core.primitives import name_p
 
 from ._versions import close, consts_of, is_jaxpr, opened, scan_counts, with_jaxprs
 
@@ -203,6 +204,23 @@ def runner(eqn: Any) -> Callable[..., Sequence[Any]]:
         return [None if isinstance(var, jex.DropVar) else next(outputs) for var in eqn.outvars]
 
     return run
+
+
+def evaluate(jaxpr: Any, args: Sequence[Any], on_name: Callable[[str, Any], Any]) -> list[Any]:
+    """Compute the results of a jaxpr, and replace each value that has a `checkpoint_name`.
+
+    ``on_name(name, value)`` returns the value with which the computation goes on. Names inside of loops, branches and
+    functions with rules for differentiation are not replaced.
+    """
+
+    def apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is name_p:
+            return [on_name(eqn.params["name"], operands[0])]
+        if kind_of(eqn) is Kind.CALL and any(inner.primitive is name_p for inner in equations(called(eqn))):
+            return fold(called(eqn), operands, apply, lambda _, value: value)
+        return runner(eqn)(*operands)
+
+    return fold(jaxpr, args, apply, lambda _, value: value)
 
 
 def variables_read(jaxpr: Any) -> set[Any]:

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from ..core import (
     INTERNAL_PREFIX,
+    LAYER_NAMES,
     LayerStack,
     StructureError,
     Tree,
@@ -49,10 +50,7 @@ NO_WINDOW = 2**30
 their layers have this leaf; no file contains it."""
 
 _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
-    *(
-        f"{INTERNAL_PREFIX}{name}"
-        for name in "attn_q attn_k attn_added mlp_gate mlp_up mlp_gate_up mlp_out lora_low lora_scaled".split()
-    )
+    *(f"{INTERNAL_PREFIX}{name}" for name in "q_proj k_proj lora_low lora_scaled".split()), *LAYER_NAMES
 )
 """Policy for layers that are not recomputed: it saves only results of matrix products."""
 
@@ -504,7 +502,8 @@ def layer_forward(
         # Save only results of matrix products; norms, gates and rotations are recomputed. This saves memory traffic.
         project = jax.checkpoint(project, policy=_SAVED_PRODUCTS, prevent_cse=False)
         finish = finish if config.experts else jax.checkpoint(finish, policy=_SAVED_PRODUCTS, prevent_cse=False)
-    q_BTW, k_BTX, v_BTX = project(project_params, tokens)
+    names = ("attn_q", "attn_k", "attn_v")
+    q_BTW, k_BTX, v_BTX = map(checkpoint_name, project(project_params, tokens), names)
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX, v_BTX))
     keys, values = store(k_BTKH, v_BTKH)
     out_BTNH = attention(
@@ -531,8 +530,8 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
     else:
         q_BTW, k_BTX, v_BTX = (_dense(attn[f"{name}_proj"], x_BTD) for name in "qkv")
     if config.qk_norm != "none":
-        q_BTW = checkpoint_name(q_BTW, f"{INTERNAL_PREFIX}attn_q")
-        k_BTX = checkpoint_name(k_BTX, f"{INTERNAL_PREFIX}attn_k")
+        q_BTW = checkpoint_name(q_BTW, f"{INTERNAL_PREFIX}q_proj")
+        k_BTX = checkpoint_name(k_BTX, f"{INTERNAL_PREFIX}k_proj")
     if config.qk_norm == "width":
         q_BTW, k_BTX = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTX, "k")))
     q_BTNH, k_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX))
@@ -548,7 +547,7 @@ def _finish(
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Add the attention output to the residual stream, then the output of the MLP or the mixture of experts."""
     h_BTD, out_BTW = tokens
-    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), f"{INTERNAL_PREFIX}attn_added")
+    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), "attn_proj")
     h_BTD = h_BTD + _norm(layer, "attn_post_norm", added_BTD, config)
     out_BTD, routing = _mlp(layer["mlp"], _norm(layer, "mlp_norm", h_BTD, config), config)
     return h_BTD + _norm(layer, "mlp_post_norm", out_BTD, config), routing
@@ -560,10 +559,10 @@ def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[A
         out_BTD, probs_BTE, counts_BTE = mixture(mlp, x_BTD, config.experts, activation)
         return out_BTD, (probs_BTE, counts_BTE)
     if config.fused_projections:
-        both_BTF = checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_gate_up")
+        both_BTF = checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), "mlp_gate_up")
         gate_BTF, up_BTF = jnp.split(both_BTF, 2, axis=-1)
     else:
-        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_gate")
-        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), f"{INTERNAL_PREFIX}mlp_up")
+        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), "mlp_gate")
+        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), "mlp_up")
     out_BTD = _dense(mlp["down_proj"], activation(gate_BTF) * up_BTF)
-    return checkpoint_name(out_BTD, f"{INTERNAL_PREFIX}mlp_out") if config.post_norm else out_BTD, None
+    return checkpoint_name(out_BTD, "mlp_out") if config.post_norm else out_BTD, None

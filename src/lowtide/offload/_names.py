@@ -23,6 +23,7 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from ..core import (
+    LAYER_NAMES,
     ConfigError,
     PlacementError,
     PlacementWarning,
@@ -33,6 +34,7 @@ from ..core import (
     is_own_name,
     leaf_bytes,
     leaves_with_paths,
+    recomputed,
 )
 from ..core._compat import classic_remat
 from ..jaxprs import (
@@ -84,7 +86,9 @@ _PRODUCTS = {
     "ragged_dot": "dot",
     "ragged_dot_general": "dot",
 }
-_KERNELS = {"pallas_call", "scaled_matmul_wrapper", "dot_product_attention_fwd_wrapper"}
+_CUDNN_ATTENTION = {"dot_product_attention_fwd_wrapper"}
+"""Operations whose results have no names. `checkpoint` treats both results, output and log-sum-exp, as ``attn_out``."""
+_KERNELS = {"pallas_call", "scaled_matmul_wrapper", *_CUDNN_ATTENTION}
 _ATTENTION = "dot_product_attention"
 
 
@@ -98,8 +102,9 @@ def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
     - Kernel, or function with a custom derivative rule and a product inside: the name of the kernel or function.
     - Any other product: ``dot_0``, … (a convolution: ``conv_0``, …) after its named scopes, as in ``mlp/dot_0``.
 
-    Existing names are kept. If the only use of a product is a cast to a smaller dtype, the result of the cast gets the
-    name. `lowtide.offload.names` lists the names of a function.
+    Existing names are kept; a product with one of Lowtide's `lowtide.core.LAYER_NAMES` gets a name in addition. If the
+    only use of a product is a cast to a smaller dtype, the result of the cast gets the name. `lowtide.offload.names`
+    lists the names of a function.
 
     Args:
         fn: a function of any arguments. Array arguments are traced as by `jax.jit`; `fn` receives other arguments
@@ -168,7 +173,8 @@ class _Namer:
             if any(candidate.primitive.name in (*_PRODUCTS, *_KERNELS) for candidate in candidates):
                 self.has_names = True
                 values = [_narrowing_cast(var, consumers, jaxpr.outvars) for var in eqn.outvars]
-                if not any(_is_name(use) for v in (*eqn.outvars, *values) for use in consumers.get(v, [])):
+                uses = [use for v in (*eqn.outvars, *values) for use in consumers.get(v, []) if _is_name(use)]
+                if all(use.params["name"] in LAYER_NAMES for use in uses):
                     names.update(zip(values, self._names(eqn, operand_origins, scope), strict=True))
             # A named value gets a fresh variable before the name operation. The name's result takes over the old
             # variable, so all readers read the named value.
@@ -511,18 +517,24 @@ def checkpoint(
         The JAX guide "Gradient checkpointing with jax.checkpoint", and its host-offloading guide.
     """
     claims = _claims(save=save, offload=offload, recompute=recompute)
-    make_checkpoint = functools.partial(jax.checkpoint, fn, prevent_cse=prevent_cse, static_argnums=static_argnums)
+    make_checkpoint = functools.partial(jax.checkpoint, prevent_cse=prevent_cse, static_argnums=static_argnums)
+    is_exact = not any(claim.is_regex or claim.argument == "recompute" for claim in claims)
+    exact = frozenset(pattern for claim in claims for pattern in claim.patterns)
+
+    @functools.cache
+    def keeping(names: frozenset[str] | None) -> Callable[..., Any]:
+        return recomputed(fn, names)
 
     @functools.wraps(fn)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         # JAX caches how a checkpointed function traced, so tracing here costs no second trace of `fn`.
         with classic_remat():
-            traced = _trace(make_checkpoint(), args, kwargs)
+            traced = _trace(make_checkpoint(keeping(exact if is_exact else None)), args, kwargs)
             fn_name = getattr(fn, "__qualname__", type(fn).__name__)
             save, offload = _decide(claims, traced, fn_name)
             if offload:
                 check_host_slices()
-            return make_checkpoint(policy=_policy(save, offload))(*args, **kwargs)
+            return make_checkpoint(keeping(save | offload), policy=_policy(save, offload))(*args, **kwargs)
 
     return checkpointed
 
@@ -641,6 +653,8 @@ def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]
     )
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name in _CUDNN_ATTENTION:
+            primitive, params = name_p, {"name": "attn_out"}
         # XLA cannot slice a stack of scalars in a TPU's host memory, so scalars stay on the device.
         if params.get("name") in offload and not avals[0].ndim:
             return jax.checkpoint_policies.everything_saveable(primitive, *avals, **params)
@@ -706,6 +720,8 @@ def _names_under_differentiation(fn: Callable[..., Any], traced: _Traced) -> set
     names = set[str]()
 
     def record(primitive: Any, *_: Any, **params: Any) -> bool:
+        if primitive.name in _CUDNN_ATTENTION:
+            names.add("attn_out")
         if primitive is name_p and not is_own_name(params["name"]):
             names.add(params["name"])
         return False

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ..core import (
@@ -243,9 +244,11 @@ def attend_with_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Attent
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
     # JAX's own XLA implementation computes float64 in float32, and has no float16 on a CPU.
     if not scores.is_plain or q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
-        return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, mask.to_array(length, num_keys), scores)
-    options = dot_product_options(mask, length, num_keys)
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, scale=scores.scale, implementation="xla", **options)
+        out = _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, mask.to_array(length, num_keys), scores)
+    else:
+        options = dot_product_options(mask, length, num_keys)
+        out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, scale=scores.scale, implementation="xla", **options)
+    return checkpoint_name(out, "attn_out")
 
 
 def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, is_seen: Array, scores: ScoreOptions) -> Array:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from ..core import (
@@ -36,6 +37,8 @@ from ..core import (
     explicit_mesh,
     initial_carry,
     is_key,
+    is_own_name,
+    kept_names,
     map_token_shards,
     num_token_shards,
     traced_device,
@@ -43,6 +46,7 @@ from ..core import (
     zero_after,
 )
 from ..core._compat import laid_out_on_tpus
+from ..jaxprs import evaluate, make_jaxpr
 from ..targets import busy_rows
 from ._blocks import local_sizes, wide_dtype
 
@@ -115,7 +119,7 @@ def tiled_map(
     if tile >= arrays[0].shape[1]:
         return _call_untiled(fn, params, x, arrays)
     leaves, arrays = uniformly_varying((tuple(leaves), tuple(arrays)))
-    static, captured = _capture_tracers(_Static(fn, treedef, structure, tile), leaves, arrays)
+    static, captured = _capture_tracers(_Static(fn, treedef, structure, tile, kept_names()), leaves, arrays)
     return _over_tiles(static, (*leaves, *captured), arrays)
 
 
@@ -204,6 +208,8 @@ class _Static(NamedTuple):
     x: Any
     """Structure of the tokens."""
     size: int
+    kept: frozenset[str] | None
+    """Names of values that are stored until the backward pass (`lowtide.core.kept_names`)."""
     closed: Mapping[int, tuple[ConvertedClosure, int]] = {}
     """Traced `fn` and the leaf index of its first tracer, by tokens per tile; empty unless `fn` closes over tracers."""
 
@@ -217,16 +223,51 @@ class _Static(NamedTuple):
         params = _replace_quantized(self.params.unflatten(leaves), dense_weights)
         return self.fn(_fold_in_keys(params, index), self.x.unflatten(tile))
 
+    def with_names(
+        self, leaves: Sequence[Any], dense_weights: list[Array], index: Any, tile: Sequence[Any], stored: Any = None
+    ) -> tuple[Tree, dict[str, Array]]:
+        """Return the results of a tile, and its values with kept names, by number and name.
+
+        Each value has the shape [B, t, ...]. With `stored`, values that were stored replace the computed values. XLA
+        removes the computation of a replaced value, but the gradient flows through it.
+        """
+        values: dict[str, Array] = {}
+
+        def on_name(name: str, value: Any) -> Any:
+            if (is_own_name(name) if self.kept is None else name not in self.kept) or value.shape[1:2] != length:
+                return value
+            key = f"{len(values)}/{name}"
+            values[key] = value if stored is None else _substitute(value, stored[key])
+            return values[key]
+
+        length = tile[0].shape[1:2]
+        closed, shapes = make_jaxpr(self)(list(leaves), dense_weights, index, list(tile))
+        inputs = jax.tree.leaves((list(leaves), dense_weights, index, list(tile)))
+        return jax.tree.structure(shapes).unflatten(evaluate(closed, inputs, on_name)), values
+
+
+@jax.custom_jvp
+def _substitute(value: Any, stored: Any) -> Any:
+    """Return `stored`; its derivative is that of `value`."""
+    return stored
+
+
+@_substitute.defjvp
+def _substitute_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _over_tiles(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> Tree:
-    return _results(static, leaves, x)
+    return _results(static._replace(kept=frozenset()), leaves, x)[0]
 
 
-def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> Tree:
+def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> tuple[Tree, dict[str, Array]]:
+    """Return the results, and the values with kept names, for all tiles."""
     length, size = x[0].shape[1], static.size
-    shapes = jax.eval_shape(lambda leaves, x: static(leaves, [], 0, _slice(x, 0, size)), list(leaves), list(x))
-    _check_results(jax.tree.leaves(shapes), size, length)
+    call = static.with_names if static.kept != frozenset() else lambda *args: (static(*args), {})
+    shapes: Any = jax.eval_shape(lambda leaves, x: call(leaves, [], 0, _slice(x, 0, size)), list(leaves), list(x))
+    _check_results(jax.tree.leaves(shapes[0]), size, length)
 
     def full_zeros(like: Any) -> Array:
         return initial_carry([*x, *leaves], (like.shape[0], length, *like.shape[2:]), like.dtype)
@@ -235,7 +276,7 @@ def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> 
     dense_weights = _dequantize_weights(static, leaves, x)
 
     def body(index: Any, start: Any, size: int, results: Tree) -> Tree:
-        return _update(results, static(leaves, dense_weights, index, _slice(x, start, size)), start)
+        return _update(results, call(leaves, dense_weights, index, _slice(x, start, size)), start)
 
     return _loop(x[0].shape[1], static.size, body, results)
 
@@ -247,15 +288,18 @@ def _forward(static: _Static, leaves: Any, x: Any) -> tuple[Tree, Any]:
         tuple(primal.value if hasattr(primal.value, "shape") else jnp.asarray(primal.value) for primal in primals)
         for primals in (leaves, x)
     )
-    return _results(static, leaves, x), (leaves, x, perturbed)
+    results, kept = _results(static, leaves, x)
+    # Policies of `jax.checkpoint` select these names.
+    kept = {key: checkpoint_name(array, key.partition("/")[2]) for key, array in kept.items()}
+    return results, (leaves, x, perturbed, kept)
 
 
 def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, Any]:
-    leaves, x, perturbed = residuals
+    leaves, x, perturbed, kept = residuals
     trained = [leaf if is_perturbed else None for leaf, is_perturbed in zip(leaves, perturbed, strict=True)]
     floating = [array if jnp.issubdtype(array.dtype, jnp.inexact) else None for array in x]
     douts, structure = jax.tree.flatten(cotangents, is_leaf=_is_zero)
-    inputs = [array for array in (*douts, *x, *leaves) if not _is_zero(array)]
+    inputs = [array for array in (*douts, *x, *leaves, *kept.values()) if not _is_zero(array)]
     dense_weights = _dequantize_weights(static, leaves, x)
     in_place = not _is_zero(douts[0]) and (douts[0].shape, douts[0].dtype) == (x[0].shape, x[0].dtype)
 
@@ -268,7 +312,12 @@ def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, A
         def run(trained: list[Any], floating: list[Any]) -> list[Array]:
             tile = [old if new is None else new for old, new in zip(_slice(x, start, size), floating, strict=True)]
             merged = [old if new is None else new for old, new in zip(leaves, trained, strict=True)]
-            return structure.flatten_up_to(static(merged, dense_weights, index, tile))
+            results = (
+                static.with_names(merged, dense_weights, index, tile, _slice(kept, start, size))[0]
+                if kept
+                else static(merged, dense_weights, index, tile)
+            )
+            return structure.flatten_up_to(results)
 
         outs, vjp = jax.vjp(run, trained, _slice(floating, start, size))
         full_douts = [dx[0], *douts[1:]] if in_place else douts

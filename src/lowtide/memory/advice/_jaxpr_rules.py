@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ...core import format_bytes, is_own_name, leaf_bytes
+from ...core import LAYER_NAMES, format_bytes, is_own_name, leaf_bytes
 from ...jaxprs import bodies, consts_of, equations, fold, kind_of, opened, policy_names, saves_name, source_line, walk
 from ._findings import Finding, Step, leaf_finding, rule
 
@@ -37,6 +37,7 @@ def _checkpoint_names(step: Step) -> Iterator[Finding]:
     saved_names = {name for _, names in policies for name, is_saved in names.items() if is_saved}
     # Values are recomputed if no policy mentions or saves their name.
     unused_tags = {tag for tag in unmatched_tags if not any(saves_name(policy, tag) for policy, _ in policies)}
+    unused_tags -= set(LAYER_NAMES)
     if not saved_names:
         # Only names inside `jax.checkpoint` count, since libraries name values for optional policies.
         checkpoints = (equation for equation in equations(step.jaxpr) if "policy" in equation.params)
@@ -58,13 +59,16 @@ def _tags_and_policies(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict
     """Return a map from checkpoint names to bytes, and pairs of a policy and its `policy_names`."""
     tags, policies = dict[str, int](), dict[int, Any]()
     for equation, runs in _with_runs(jaxpr):
-        if equation.primitive.name == "name" and not is_own_name(equation.params["name"]):
-            name = equation.params["name"]
+        if equation.primitive.name == "name" and not is_own_name(name := equation.params["name"]):
             tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
         elif "policy" in equation.params and equation.params["policy"] is not None:
             policies[id(equation.params["policy"])] = equation.params["policy"]
     named_policies = [(policy, policy_names(policy)) for policy in policies.values()]
-    return tags, [(policy, names) for policy, names in named_policies if not names or not all(map(is_own_name, names))]
+    return tags, [
+        (policy, names)
+        for policy, names in named_policies
+        if not names or not all(is_own_name(name) or name in LAYER_NAMES for name in names)
+    ]
 
 
 def _with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
