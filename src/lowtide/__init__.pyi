@@ -10,6 +10,7 @@ from . import offload as offload
 from . import ops as ops
 from . import optim as optim
 from . import pipeline as pipeline
+from . import planning as planning
 from . import quant as quant
 from . import targets as targets
 from . import testing as testing
@@ -27,5 +28,6 @@ from .quant import dequantize as dequantize
 from .quant import quantize as quantize
 from .targets import target as target
 from .train import Trainer as Trainer
+from .train import plan as plan
 
 __version__: str

@@ -64,10 +64,12 @@ from ._linear import transposed_product as transposed_product
 from ._models import INTERNAL_PREFIX as INTERNAL_PREFIX
 from ._models import LAYER_NAMES as LAYER_NAMES
 from ._models import ExternalNames as ExternalNames
+from ._models import HiddenPass as HiddenPass
 from ._models import LayerStack as LayerStack
 from ._models import ModelObject as ModelObject
 from ._models import StackShapes as StackShapes
 from ._models import hidden_in_groups as hidden_in_groups
+from ._models import hidden_pass as hidden_pass
 from ._models import is_loss as is_loss
 from ._models import is_own_name as is_own_name
 from ._models import is_recomputed as is_recomputed

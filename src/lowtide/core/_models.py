@@ -37,6 +37,20 @@ Moves = tuple[Move, Move]
 NO_MOVES: Moves = (lambda leaves: leaves, lambda leaves: leaves)
 
 
+class HiddenPass(Protocol):
+    """A way to run `LayerStack.hidden` that a plan has chosen; hashable, because it is part of the keys of caches."""
+
+    def hidden(self, stack: LayerStack, outer: Tree, layers: Tree, batch: Tree) -> Any:
+        """Return the activations that enter `last`, as `LayerStack.hidden` does."""
+        ...
+
+
+# JAX's caches distinguish the values of a user context. With a context variable, a function with `jax.jit` inside of a
+# loss function would run as it was traced for another plan.
+hidden_pass: Any = jax.make_user_context(None)
+"""The `HiddenPass` of the traced step, or None. ``with hidden_pass(value):`` sets it; ``hidden_pass.value`` is it."""
+
+
 class StackShapes(NamedTuple):
     """Shapes of the results of a stack's functions."""
 
@@ -114,6 +128,9 @@ class LayerStack:
             problem = f"remat must be True, False or a policy of jax.checkpoint_policies, not {shown(remat)}"
             raise ConfigError(problem, hint="False keeps the residuals of blocks, True keeps only their inputs")
         remat = bool(remat) if isinstance(remat, np.bool_) else remat
+        if (planned := hidden_pass.value) is not None:
+            with hidden_pass(None):
+                return planned.hidden(self, outer, layers, batch)
         _check_layers_per_remat(layers_per_remat, remat, num_layers(layers))
         if layers_per_remat > 1:
             return hidden_in_groups(self, outer, layers, batch, layers_per_remat)

@@ -6,6 +6,7 @@ from ._host_memory import to_host as to_host
 from ._names import Name as Name
 from ._names import Names as Names
 from ._names import checkpoint as checkpoint
+from ._names import named_residuals as named_residuals
 from ._names import names as names
 from ._names import tag as tag
 from ._optimizer import check_shardings as check_shardings
@@ -43,6 +44,7 @@ __all__ = [
     "is_taken_apart",
     "layerwise_step",
     "memory_kinds",
+    "named_residuals",
     "names",
     "num_devices",
     "optimizer",

@@ -9,6 +9,7 @@ function by its rule, and policies see the names in the rule.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -593,7 +594,8 @@ def _decide(claims: tuple[_Claim, ...], traced: _Traced, fn_name: str) -> tuple[
     # names are exact and visible, no second trace for such rules is needed.
     is_resolved = requested <= visible and not is_exclusion and not any(claim.is_regex for claim in claims)
     if not is_resolved and any(map(_is_custom, equations(traced.closed.jaxpr))):
-        visible |= _names_under_differentiation(jex.jaxpr_as_fun(traced.closed), traced)
+        with contextlib.suppress(Exception):  # the user's own differentiation raises the same error
+            visible.update(_names_under_differentiation(jex.jaxpr_as_fun(traced.closed), traced))
     reasons = {name: reason for name, _, reason in values if name not in visible}
     claimed: dict[str, list[str]] = {"save": [], "offload": [], "recompute": []}
     for claim in claims:
@@ -712,18 +714,27 @@ def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any, str]]:
             yield eqn.params["name"], eqn.outvars[0].aval, hidden or unread
 
 
-def _names_under_differentiation(fn: Callable[..., Any], traced: _Traced) -> set[str]:
-    """Return the names that a checkpoint policy sees when `fn` is linearised; an empty set if this fails.
+def named_residuals(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """Return the bytes of each name that the policy of a `jax.checkpoint` around `fn` sees, also in tiles and rules.
+
+    `args` are arrays or their shapes. Values with the same name are added up.
+    """
+    traced = _trace(recomputed(fn, None), args, {})
+    return _names_under_differentiation(jex.jaxpr_as_fun(traced.closed), traced)
+
+
+def _names_under_differentiation(fn: Callable[..., Any], traced: _Traced) -> dict[str, int]:
+    """Return the names that a checkpoint policy sees when `fn` is linearised, with their bytes.
 
     Names inside custom derivative rules appear only under differentiation.
     """
-    names = set[str]()
+    names = dict[str, int]()
 
-    def record(primitive: Any, *_: Any, **params: Any) -> bool:
-        if primitive.name in _CUDNN_ATTENTION:
-            names.add("attn_out")
+    def record(primitive: Any, *avals: Any, **params: Any) -> bool:
+        if primitive.name in _CUDNN_ATTENTION:  # its first result has the shape of the queries
+            names["attn_out"] = names.get("attn_out", 0) + leaf_bytes(avals[0])
         if primitive is name_p and not is_own_name(params["name"]):
-            names.add(params["name"])
+            names[params["name"]] = names.get(params["name"], 0) + leaf_bytes(avals[0])
         return False
 
     is_floating = [jax.numpy.issubdtype(array.dtype, jax.numpy.inexact) for array in traced.arrays]
@@ -736,8 +747,5 @@ def _names_under_differentiation(fn: Callable[..., Any], traced: _Traced) -> set
         return jax.linearize(jax.checkpoint(call_with_floats, policy=record), *floats)[0]
 
     if any(is_floating):
-        try:
-            make_jaxpr(linearise)(*traced.arrays)
-        except Exception:  # the user's own differentiation raises the same error
-            return set()
+        make_jaxpr(linearise)(*traced.arrays)
     return names

@@ -19,6 +19,7 @@ from ._events import Record as Record
 from ._loop import FitOptions as FitOptions
 from ._loop import Run as Run
 from ._optimizer import ema as ema
+from ._planning import plan as plan
 from ._step import TrainState as TrainState
 from ._trackers import JsonlLogger as JsonlLogger
 from ._trackers import Scalars as Scalars
@@ -42,6 +43,7 @@ __all__ = [
     "ModelObject",
     "Profile",
     "Record",
+    "plan",
     "ReduceOnPlateau",
     "Run",
     "Scalars",

@@ -50,6 +50,7 @@ from ..memory import (
 )
 from ..offload import state_shardings
 from ..pipeline import StageReport
+from ..planning import Plan, planned
 from ._events import user_stacklevel
 from ._pipeline_step import PipelineStep
 from ._signals import delay_signals
@@ -87,7 +88,9 @@ class CompiledStep:
         processes: Processes,
         num_microbatches: int,
         budget: int | str | None,
+        plan: Plan | None = None,
     ) -> None:
+        self._plan = plan
         self._step, self._store, self._sharding, self._processes = step, store, sharding, processes
         self._reschedulable = step if isinstance(step, PipelineStep) and step.can_reschedule else None
         self._num_microbatches = num_microbatches
@@ -116,7 +119,8 @@ class CompiledStep:
             state = self._arguments(None)[: len(DONATED)]
             # On an abstract mesh, the program runs on the devices of its arguments. `memory` may move them to a target.
             places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), state), abstract(self._sharding.replicated())
-        return jax.jit(flat_step(step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
+        fn = flat_step(step) if self._plan is None else planned(flat_step(step), self._plan.hidden)
+        return jax.jit(fn, donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
         shapes = self._shapes(batch)
@@ -349,6 +353,7 @@ def step_job(
     *,
     num_microbatches: int = 1,
     weight: Callable[[Tree], Any] | None = None,
+    drops_updates: bool = False,
 ) -> Job:
     """Return a `lowtide.memory.Job` for the step that `Trainer` would run, with shapes instead of arrays.
 
@@ -360,6 +365,8 @@ def step_job(
         batch: a batch, or shapes of one.
         num_microbatches: number of parts of the batch, as in `Trainer`.
         weight: function of a batch that returns its weight, as in `Trainer`.
+        drops_updates: whether the step drops its update when loss or gradients are not finite, as `Trainer` does by
+            default. It costs a few bytes, and optimizer state on the host does not allow it.
 
     Returns:
         The job, with one role (the name of an argument in a memory report) for each argument of the step:
@@ -369,6 +376,7 @@ def step_job(
         SelectionError: when `wrt` selects nothing, or a leaf that cannot be differentiated.
     """
     step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight)
+    step.guard(drops_updates)
     trainable, mutable, frozen = step.split(jax.tree.map(_placed_shape, split_static(model)[0]))
     opt_state = _state_shapes(tx, trainable)
     count = jax.ShapeDtypeStruct((), jnp.int32)

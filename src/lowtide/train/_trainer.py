@@ -41,6 +41,7 @@ from ..distributed import Processes, ShardingRules, placed
 from ..memory import MemoryReport, Target
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule, StageReport
+from ..planning import Plan
 from ._callbacks import Callback, Listeners, as_callbacks
 from ._compilation import CompiledStep
 from ._data import IN_ORDER, DataCursor, StepData
@@ -130,6 +131,8 @@ class Trainer:
             sets the number of microbatches. Without `sharding`, the remaining devices are used for FSDP. An ``"auto"``
             schedule without given costs and limits adapts to the memory left on the device. If the step would not fit,
             it keeps fewer bytes between passes, with a warning. If memory is left, it keeps more if that is faster.
+        plan: the result of `lowtide.plan` for the same model, loss and shapes. It sets what each layer keeps until the
+            backward pass, the number of microbatches, and the default of `budget`.
 
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array is at two trainable or mutable paths.
@@ -177,7 +180,11 @@ class Trainer:
         budget: int | str | None = None,
         sharding: ShardingRules | None = None,
         pipeline: Schedule | Pipeline | None = None,
+        plan: Plan | None = None,
     ) -> None:
+        if plan is not None:
+            num_microbatches = _microbatches_of(plan, num_microbatches, tx, pipeline)
+            budget = plan.budget_bytes if budget is None else budget
         step, weight, sharding, num_microbatches = _choose_step(
             model, loss_fn, tx, wrt, mutable, num_microbatches, weight, compute_dtype, seed, sharding, pipeline
         )
@@ -202,7 +209,7 @@ class Trainer:
         on_change = None if self.checkpoints is None else self.checkpoints.changed
         self._store = store = TrainStateStore(model, step, state, frozen, sharding, on_change=on_change)
         self._snapshots = Snapshots(store, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
-        self._compiled = CompiledStep(step, store, sharding, self.processes, num_microbatches, budget)
+        self._compiled = CompiledStep(step, store, sharding, self.processes, num_microbatches, budget, plan)
         self._evaluation = Evaluation(step, weight, seed, store, self._compiled, self.processes, sharding, model)
         self._session: Session | None = None  # the running `fit`, or briefly one that has just ended
         self._last_cursor: DataCursor | None = None  # data of the last `fit`, for another `fit` with the same iterator
@@ -726,6 +733,18 @@ def _choose_step(
         options |= {"shard": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
     step = WholeStep(model, loss_fn, tx, selected_wrt, num_microbatches, weight, **options)
     return step, weight, sharding, num_microbatches
+
+
+def _microbatches_of(plan: Any, num_microbatches: int, tx: Any, pipeline: Any) -> int:
+    """Return the number of microbatches of a plan; raise if the other arguments contradict it."""
+    check_type("plan", plan, Plan, "a Plan, the result of lt.plan")
+    conflicts = {
+        "num_microbatches": (num_microbatches != 1, "leave it out: the plan has chosen it"),
+        "a pipeline": (pipeline is not None, "leave plan out: a schedule adapts to the budget by itself"),
+        "a layerwise step": (isinstance(tx, LayerwiseStep), "leave plan out: such a step keeps one layer at a time"),
+    }
+    _refuse_conflicts("a plan", conflicts)
+    return plan.num_microbatches
 
 
 def _refuse_conflicts(feature: str, conflicts: Mapping[str, tuple[bool, str]]) -> None:

@@ -1,0 +1,169 @@
+"""Plans of training steps: the best choice within a budget, its bytes, and values as without a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import lowtide as lt
+from lowtide import models
+from lowtide.core import ConfigError, ModelFileError, OutOfMemoryError, StructureError
+from lowtide.planning import Plan, Problem, search
+from lowtide.planning import _search as searching
+from lowtide.train import step_job
+
+SIZES = {"up": (64, 256), "mid": (256, 128), "down": (128, 192), "out": (192, 64)}
+
+
+def block(layer: Any, h: Any, batch: Any) -> Any:
+    """Four products, of which each costs and saves another number of bytes and FLOPs."""
+    up = checkpoint_name(jnp.tanh(h) @ layer["up"], "up")
+    mid = checkpoint_name(jax.nn.silu(up) @ layer["mid"], "mid")
+    down = checkpoint_name(jax.nn.gelu(mid) @ layer["down"], "down")
+    return h + jnp.sin(down) @ layer["out"]
+
+
+STACK = lt.LayerStack(
+    first=lambda outer, batch: batch["x"] @ outer["in"],
+    block=block,
+    last=lambda outer, h, batch: (jnp.mean((h @ outer["out"] - batch["x"]) ** 2), {}),
+)
+
+
+def parameters(num_layers: int = 4) -> Any:
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+
+    def weight(*shape: int) -> Any:
+        return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
+
+    layers = {name: weight(num_layers, *shape) for name, shape in SIZES.items()}
+    return {"outer": {"in": weight(32, 64), "out": weight(64, 32)}, "layers": layers}
+
+
+def batch_of(rows: int) -> Any:
+    return {"x": np.asarray(jax.random.normal(jax.random.key(1), (rows, 32)))}
+
+
+TX = optax.adamw(1e-3)
+
+
+def planned(budget: Any, rows: int = 1024, **options: Any) -> Plan:
+    return lt.plan(parameters(), batch_of(rows), TX, loss_fn=STACK, wrt="**", budget=budget, target="cpu", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.sentinel
+def test_the_search_finds_the_best_of_all_choices_at_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch)  # noqa: E731
+    numbers = [1, 2]
+    jobs = {n: step_job(parameters(), loss, TX, "**", batch_of(1024), num_microbatches=n) for n in numbers}
+    compiled: dict[Any, Any] = {}
+    real = searching._Search.compile
+
+    def compile_once(self: Any, choice: Any) -> Any:
+        if choice not in compiled:
+            compiled[choice] = real(self, choice)
+        return self.attempts.setdefault(choice, compiled[choice])
+
+    monkeypatch.setattr(searching._Search, "compile", compile_once)
+    problem = Problem(lambda n: jobs[n], numbers, lt.target("cpu"), 2**50)
+    run = searching._Search(problem, None)
+    choices = list(run.choices())
+    assert len(choices) == 2 * 2**3
+    sizes = {choice: compile_once(run, choice).device_bytes for choice in choices}
+    budgets = np.linspace(min(sizes.values()), max(sizes.values()), 20).astype(int)
+    for budget in budgets:
+        plan = search(dataclasses.replace(problem, budget_bytes=int(budget)))
+        best = min(choice.seconds[1] for choice in choices if sizes[choice] <= budget)
+        assert plan.seconds[1] == best and plan.device_bytes <= budget
+        assert len(plan.attempts) <= 10
+    with pytest.raises(OutOfMemoryError, match=r"no choice fits(.|\n)*2 microbatches(.|\n)*hint:"):
+        search(dataclasses.replace(problem, budget_bytes=min(sizes.values()) - 1))
+
+
+def test_a_trainer_runs_the_plan_with_its_bytes_and_the_losses_of_the_step_without_it() -> None:
+    small, large = (planned(budget, num_microbatches=[2]) for budget in ("12.5 MiB", "100 MiB"))
+    assert small.device_bytes <= 12.5 * 2**20 < large.device_bytes
+    assert len(small.hidden.save) < len(large.hidden.save) == 3 and small.flops > large.flops
+    assert Plan.from_json(large.to_json()) == large
+
+    def loss(params: Any, batch: Any) -> Any:
+        return STACK.apply(params["outer"], params["layers"], batch, remat=True)
+
+    batches = [batch_of(1024)] * 3
+    losses = []
+    for options in ({"num_microbatches": 2}, {"plan": small}, {"plan": large}):
+        trainer = lt.Trainer(parameters(), loss, TX, wrt="**", **options)
+        if plan := options.get("plan"):
+            assert trainer.memory(batches[0]).device_bytes == plan.device_bytes
+        losses.append([record["loss"] for record in trainer.fit(batches, num_steps=3)])
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_decoder_is_planned_by_the_names_of_its_layers() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
+    config = models.DecoderConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=16)
+
+    def make(key: Any) -> Any:
+        return lt.lora.add(models.init(config, key=key), lt.lora.Config(rank=2, targets="layers/**/*_proj"), key=key)
+
+    model = jax.eval_shape(make, jax.random.key(0))
+    batch = {name: jax.ShapeDtypeStruct((4, 96), jnp.int32) for name in ("tokens", "labels")}
+    plan = lt.plan(model, batch, TX, wrt="**/lora_*", budget="1 GiB", target="cpu", num_microbatches=[1])
+    labels = ["attn_q", "attn_k", "attn_v", "attn_proj", "mlp_gate", "mlp_up", "attn_out + attn_lse"]
+    assert [decision.label for decision in plan.decisions] == labels
+    assert all(decision.action == "keep" and decision.flops > 0 for decision in plan.decisions)
+    tokens = 2 * 4 * 96 * 4  # layers, tokens, bytes of a number
+    assert {item.label: item.num_bytes for item in plan.decisions}["mlp_up"] == tokens * 64
+    assert "keep attn_q" in str(plan) and plan.frontier[-1].device_bytes == plan.device_bytes
+
+
+def test_blocks_without_names_are_named_after_their_weights() -> None:
+    plain = dataclasses.replace(STACK, block=lambda layer, h, _: h + jnp.tanh(jnp.sin(h) @ layer["up"]) @ layer["down"])
+    params = parameters()
+    params["layers"] = {"up": params["layers"]["up"], "down": jnp.swapaxes(params["layers"]["up"], 1, 2)}
+    plan = lt.plan(
+        params, batch_of(64), TX, loss_fn=plain, wrt="**", budget="1 GiB", target="cpu", num_microbatches=[1]
+    )
+    assert plan.tagged and [decision.label for decision in plan.decisions] == ["up"]
+
+
+def test_bad_input_is_one_clear_error() -> None:
+    for options, message in (
+        ({"budget": "12 parsecs"}, "12 parsecs"),
+        ({"budget": 0}, "budget(.|\n)*hint:"),
+        ({"budget": None}, "the memory of cpu is unknown(.|\n)*hint: pass budget"),
+        ({"budget": 2**30, "num_microbatches": [3]}, "3, which does not divide the 64 rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            planned(rows=64, **options)
+    with pytest.raises(OutOfMemoryError, match=r"no choice fits the budget of 1.00 KiB on cpu(.|\n)*hint:"):
+        planned("1 KiB", rows=64, num_microbatches=[1])
+    with pytest.raises(ConfigError, match=r"no LayerStack in an attribute named stack(.|\n)*hint: pass loss_fn"):
+        lt.plan(parameters(), batch_of(4), TX, wrt="**", budget="1 GiB", target="cpu")
+    with pytest.raises(StructureError, match="same number of rows"):
+        lt.plan(parameters(), {"x": np.ones((4, 2)), "y": np.ones(3)}, TX, loss_fn=STACK, wrt="**", budget="1 GiB")
+    without_stack = {"loss_fn": lambda params, batch: jnp.mean(batch["x"] @ params["outer"]["in"])}
+    with pytest.raises(ConfigError, match=r"a plan has no effect(.|\n)*hint: compute the loss with lt.LayerStack"):
+        lt.plan(parameters(), batch_of(4), TX, wrt="outer/in", budget="1 GiB", target="cpu", **without_stack)
+    plan = planned("1 GiB", rows=4, num_microbatches=[1])
+    for arguments, message in (
+        ({"num_microbatches": 2}, "a plan cannot be combined with num_microbatches"),
+        ({"pipeline": lt.pipeline.schedule("1f1b", num_stages=1, num_microbatches=2)}, "a pipeline"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            lt.Trainer(parameters(), without_stack["loss_fn"], TX, wrt="outer/in", plan=plan, **arguments)
+    trainer = lt.Trainer(parameters(), without_stack["loss_fn"], TX, wrt="outer/in", plan=plan)
+    with pytest.raises(ConfigError, match="a plan has no effect"):
+        trainer.fit([batch_of(4)], num_steps=1)
+    for text, error in (("{}", ConfigError), ("[]", ModelFileError), ('{"decisions": 1}', ConfigError)):
+        with pytest.raises(error):
+            Plan.from_json(text)
