@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NUM_DEFECTS = 26
+NUM_DEFECTS = 27
 KINDS = {"numbers", "bytes", "failures", "reports"}
 
 
