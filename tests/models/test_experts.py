@@ -218,6 +218,9 @@ def _step_of_a_mixture() -> tuple[Any, Any, float]:
 @pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.usefixtures("little_optimized")
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12), reason="libtpu of JAX 0.12 counts the most iterations that a loop may have"
+)
 def test_a_step_computes_no_expert_that_no_token_chose() -> None:
     step, args, arithmetic = _step_of_a_mixture()
     compiled = lt.memory.compile(step, *args, target="v5e").compiled

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError, LowtideError, format_bytes, parse_bytes
+from ..core import ConfigError, LowtideError, OutOfMemoryError, format_bytes, parse_bytes
 from . import _config_flags, _data_report, _distributed
 from ._arguments import check_not_empty
 from ._output import print_labelled, progress_bar
@@ -57,7 +57,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help='reject a run that needs more device memory, such as "16 GiB", before anything is loaded (default: off)',
+        help='plan the fastest step that needs at most this device memory, such as "16 GiB" (default: off)',
     )
     _config_flags.register(parser)
     _distributed.register(parser)
@@ -95,9 +95,8 @@ def run(args: argparse.Namespace) -> int:
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
     interrupted = _remember_interrupts()
     try:
-        if budget is not None:
-            _print_budget(console, config, budget, sharding)
-        _finetune(console, config, out, interrupted, sharding, compare=args.compare)
+        plan = None if budget is None else _plan(console, config, budget, sharding)
+        _finetune(console, config, out, interrupted, sharding, plan, compare=args.compare)
     except LowtideError:
         with contextlib.suppress(OSError):
             if is_first:
@@ -126,7 +125,7 @@ def _choose_tiles(run_dir: Path | None, values: Mapping[str, Any]) -> None:
 
 
 def _finetune(
-    console: Console, config: Any, out: Path, interrupted: threading.Event, sharding: Any, *, compare: bool
+    console: Console, config: Any, out: Path, interrupted: threading.Event, sharding: Any, plan: Any, *, compare: bool
 ) -> None:
     from ..finetune import Finetune
 
@@ -136,7 +135,7 @@ def _finetune(
         def show(completed: int, total: int) -> None:
             progress.update(task, completed=completed, total=total)
 
-        job = Finetune(config, out, on_tokenise=show, sharding=sharding)
+        job = Finetune(config, out, on_tokenise=show, sharding=sharding, plan=plan)
         progress.update(task, description="compiling the step", total=None)
         table = job.memory()
         progress.remove_task(task)
@@ -208,8 +207,9 @@ def _next_command(job: Any) -> str:
     return f"{_program()} generate {shlex.join([*parts, *prompt_flags])}"
 
 
-def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> None:
-    from ..finetune import within
+def _plan(console: Console, config: Any, budget: int, sharding: Any) -> Any:
+    """Return the fastest step that fits the budget; None if only the settings of the run fit."""
+    from ..finetune import plan_within, within
 
     if sharding is not None:
         raise ConfigError(
@@ -217,14 +217,23 @@ def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> 
             hint="leave --budget out; the printed plan states the bytes of each device",
         )
     with progress_bar(console) as progress:
-        task = progress.add_task("estimating the bytes of a step", total=None)
+        task = progress.add_task("planning the step", total=None)
 
-        def show(flags: str) -> None:
+        def show(attempt: Any) -> None:
+            text = f"{attempt.label}, {attempt.num_microbatches} microbatches: {format_bytes(attempt.device_bytes)}"
+            progress.update(task, description=f"planning the step; compiled: {text}")
+
+        with contextlib.suppress(OutOfMemoryError):  # the error of `within` names settings that help
+            if (plan := plan_within(config, budget, on_compile=show)) is not None:
+                return plan
+
+        def show_flags(flags: str) -> None:
             progress.update(task, description=f"estimating the bytes with {flags}")
             console.print(f"  more than the budget: trying {flags}", soft_wrap=True)
 
-        line = within(config, budget, on_try=show)
+        line = within(config, budget, on_try=show_flags)
     print_labelled(console, "budget", line, "bold")
+    return None
 
 
 def _report_only(args: argparse.Namespace) -> int:
@@ -302,6 +311,7 @@ def _print_plan(console: Console, job: Any, table: Any, saved_bytes: int | None)
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
         + _final_rate(config),
+        **({} if job.plan is None else {"plan": job.plan.summary}),
         **_distributed.describe(job.trainer.sharding),
         **_pipeline_lines(job.trainer.stages),
         "predicted": f"{format_bytes(table.ours.device_bytes)} on the device ({target.chip}"

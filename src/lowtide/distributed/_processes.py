@@ -47,6 +47,9 @@ _WAIT_SECONDS = 300
 """Default time that processes wait for one another."""
 _GRACE_SECONDS = 5
 """Time that a process has to fail with its own error after another process has failed."""
+_REPORT_SECONDS = 2
+"""Time that the other processes have to report that processes differ, before the first one ends. With JAX 0.12 they end
+without a report when the coordination service ends, which runs in the first process."""
 _FAILING_SECONDS = 120
 """Time that a process has to clean up after its own failure (`Processes.fail`)."""
 _POLL_SECONDS = 1
@@ -55,7 +58,14 @@ SHARED = ".shared-"
 _SHARED_SECONDS = 20
 """Time that another machine may need to see a new file."""
 _SAMPLES_PER_AXIS = 8
+_RESTART_HINT = "hint: start all processes again; trainer.restore() continues from the last checkpoint"
 _START_ALIKE = "start all processes with the same code, arguments, data and folder"
+
+
+def _wait_for_reports() -> None:
+    """Wait in the first process before it raises an error that all processes raise."""
+    if jax.process_index() == 0:
+        time.sleep(_REPORT_SECONDS)
 
 
 def call_on_first(make: Callable[[], Any]) -> Any:
@@ -74,6 +84,8 @@ def call_on_first(make: Callable[[], Any]) -> Any:
         raise
     finally:
         reply = exchange(topic, message, _WAIT_SECONDS)[0]
+        if message.startswith('{"error"'):
+            _wait_for_reports()
     answer = json.loads(reply) if reply else {"error": f"it did not answer within {_WAIT_SECONDS} s"}
     if "error" in answer:
         raise StateError(f"the first process failed: {answer['error']}", hint="read its log")
@@ -88,6 +100,7 @@ def check_equal(what: str, text: str) -> None:
         if reply != text:
             problem = f"process {index} differs from process {jax.process_index()} in {what}"
             got = "no answer in time" if reply is None else reply
+            _wait_for_reports()
             raise ConfigError(problem, expected=text, got=got, hint=_START_ALIKE)
 
 
@@ -175,6 +188,7 @@ class Processes:
             # The others' facts have passed through JSON, which turns tuples into lists.
             for name, value in json.loads(json.dumps(facts, default=_to_json)).items():
                 if process_facts[name] != value:
+                    _wait_for_reports()
                     location, expected, got = _first_difference(value, process_facts[name])
                     problem = f"process {index} differs from process {process_index} in {name}{location}"
                     raise ConfigError(problem, expected=expected, got=got, hint=_START_ALIKE)
@@ -315,8 +329,12 @@ class Processes:
         try:
             yield
         except BaseException as error:
-            text = (str(error).splitlines() or [""])[0][:200]
-            post(topic, f"process {jax.process_index()} failed: {type(error).__name__}: {text}")
+            # From JAX 0.12, a collective raises when another process has ended, often before `_watch` reads why.
+            if (message := _posted(topic)) is None:
+                text = (str(error).splitlines() or [""])[0][:200]
+                post(topic, f"process {jax.process_index()} failed: {type(error).__name__}: {text}")
+            else:
+                error.add_note(f"lowtide: {message}\n{_RESTART_HINT}")
             raise
         finally:
             finished.set()
@@ -324,23 +342,25 @@ class Processes:
 
     def _watch(self, topic: str, finished: threading.Event) -> None:
         while not finished.wait(_POLL_SECONDS):
-            try:
-                message = posted(topic)
-            except jax.errors.JaxRuntimeError:  # the coordinator is gone, and the runtime reports that itself
-                return
-            if message is None:
+            if (message := _posted(topic)) is None:
                 continue
             sys.stderr.write(f"lowtide: {message}; process {jax.process_index()} cannot continue without it\n")
             sys.stderr.flush()
             has_finished = finished.wait(_GRACE_SECONDS) or (self._is_failing and finished.wait(_FAILING_SECONDS))
             if not has_finished:
                 # The main thread waits in a collective for the process that failed; nothing can wake it.
-                sys.stderr.write(
-                    "hint: start all processes again; trainer.restore() continues from the last checkpoint\n"
-                )
+                sys.stderr.write(f"{_RESTART_HINT}\n")
                 sys.stderr.flush()
                 os._exit(1)
             return
+
+
+def _posted(topic: str) -> str | None:
+    """Return the message of the process that failed first, or None; None also if the coordinator is gone."""
+    try:
+        return posted(topic)
+    except jax.errors.JaxRuntimeError:  # the runtime reports that itself
+        return None
 
 
 def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lambda model: model) -> Any:

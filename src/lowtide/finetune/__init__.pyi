@@ -7,6 +7,7 @@ from ._base import open_base as open_base
 from ._base import write_merged as write_merged
 from ._budget import Needs as Needs
 from ._budget import needs as needs
+from ._budget import plan_within as plan_within
 from ._budget import within as within
 from ._config import FinetuneConfig as FinetuneConfig
 from ._config import config_from_dict as config_from_dict

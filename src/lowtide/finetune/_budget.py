@@ -15,7 +15,9 @@ import jax
 
 from .. import models
 from ..core import LowtideError, OutOfMemoryError, Tree, format_bytes, partition, tree_bytes
-from ..memory import Target
+from ..memory import Job, Target
+from ..planning import Attempt, Plan, Problem, search
+from ..targets import resolve_target
 from ._base import directory_of, refuse_for_model
 from ._config import FinetuneConfig, flag_of, with_seq_len
 from ._job import WRT, JobPlan
@@ -108,6 +110,44 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
     message = f"this run needs about {format_bytes(memory.device_bytes)} of the device"
     hint = _advice(config, memory, budget, counter, on_try or (lambda flags: None))
     raise OutOfMemoryError(f"{message}, more than the budget of {format_bytes(budget)}", got=str(memory), hint=hint)
+
+
+def plan_within(
+    config: FinetuneConfig,
+    budget: int,
+    target: Target | str | None = None,
+    *,
+    on_compile: Callable[[Attempt], None] | None = None,
+) -> Plan | None:
+    """Return the fastest step of a run that fits a budget, or None for a run whose step a plan cannot change.
+
+    A plan cannot change full tuning, layers or layer inputs on the host, groups of layers, or ``remat = false``.
+
+    Args:
+        config: the settings. If `num_microbatches` is 1, all divisors of `batch_size` may be chosen.
+        budget: device memory in bytes that the run may use.
+        target: device to compile for; None for the hardware at hand.
+        on_compile: called after each compilation.
+
+    Raises:
+        OutOfMemoryError: when no choice fits.
+        ModelFileError, SelectionError, ConfigError: as `needs`.
+
+    Memory:
+        As `lowtide.plan`.
+    """
+    is_placed = {"activations", "parameters"} & set(config.offload or ())
+    if config.full or is_placed or not config.remat or config.layers_per_remat > 1:
+        return None
+    drops_updates = "optimizer" not in (config.offload or ())
+
+    def job(number: int) -> Job:
+        parts = JobPlan.from_shapes(dataclasses.replace(config, num_microbatches=number), target)
+        return parts.job(drops_updates=drops_updates)
+
+    divisors = [number for number in range(1, config.batch_size + 1) if config.batch_size % number == 0]
+    numbers = divisors if config.num_microbatches == 1 else [config.num_microbatches]
+    return search(Problem(job, numbers, resolve_target(target), budget), on_compile=on_compile)
 
 
 class _ArgumentCounter:

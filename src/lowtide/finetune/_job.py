@@ -120,17 +120,19 @@ class JobPlan:
             return full_step(self.config, self.base.stack, self.schedule)
         return optimizer(self.config, self.schedule)
 
-    def job(self) -> Job:
-        """Return the step; argument roles: ``state``, ``frozen``, ``batch`` if `full`, else as in `train.step_job`."""
+    def job(self, *, drops_updates: bool = False) -> Job:
+        """Return the step; its roles are as in `train.step_job`, or with `full` ``state``, ``frozen`` and ``batch``.
+
+        `drops_updates` is that of `train.step_job`; it has no effect with `full`.
+        """
         config, tx = self.config, self.tx
         names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
         batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
         if config.full:
             args = (*tx.init(self.base.outer, self.base.layers), batch)
             return Job(fn=tx, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
-        return train.step_job(
-            self.model, self.loss_fn, tx, WRT, batch, num_microbatches=config.num_microbatches, weight=num_targets
-        )
+        options: dict[str, Any] = {"num_microbatches": config.num_microbatches, "weight": num_targets}
+        return train.step_job(self.model, self.loss_fn, tx, WRT, batch, drops_updates=drops_updates, **options)
 
     def saved_bytes(self) -> int | None:
         """Count the bytes of gradients and optimizer state that training the frozen weights of the base would need.

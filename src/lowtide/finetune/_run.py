@@ -27,9 +27,11 @@ from ..distributed import STAGE, Processes, ShardingRules, call_on_first, check_
 from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
+from ..planning import Plan
 from ..train import Callback, EarlyStopping, Record, Tracker, Trainer, analyze_naive
 from ._base import directory_of, load_end_tokens, read_auxiliary_files, tokenizer_folder, write_model
-from ._config import FinetuneConfig, config_to_toml, with_steps
+from ._budget import plan_within
+from ._config import FinetuneConfig, config_to_toml, with_seq_len, with_steps
 from ._job import WRT, JobPlan, add_eva_adapter, hidden, inputs_place, is_weight, load_base, num_targets, optimizer
 from ._run_folder import (
     ADAPTER,
@@ -37,10 +39,12 @@ from ._run_folder import (
     MEMORY,
     METRICS,
     MODEL,
+    PLAN,
     MemoryTable,
     MetricsFile,
     check_checkpoint,
     check_same_run,
+    read_plan,
     read_records,
     save_report_inputs,
     start_day,
@@ -64,6 +68,8 @@ class Finetune:
         on_tokenise: called with the number of finished documents and the total. For records the total is unknown, so
             both arguments are the number of finished records.
         sharding: rules that shard the work over the devices of one or more processes.
+        plan: the result of `plan_within` for these settings. If the data make sequences shorter than it assumed, the
+            step is planned again. Without `plan`, a resumed run continues with the plan in its folder.
 
     Raises:
         ModelFileError: for an unusable model directory.
@@ -82,6 +88,7 @@ class Finetune:
         *,
         on_tokenise: Callable[[int, int], None] | None = None,
         sharding: ShardingRules | None = None,
+        plan: Plan | None = None,
     ) -> None:
         if sharding is not None:
             _refuse_for_sharding(config, is_pipeline=STAGE in sharding.mesh.shape)
@@ -91,22 +98,29 @@ class Finetune:
         self.directory = directory_of(config)
         self.tokenizer_dir = tokenizer_folder(self.directory, config.tokenizer)
         self.base, self.tokenizer = load_base(config, self.directory, None if sharding is None else sharding.of)
-        plan = JobPlan.make(config, self.base)  # before the data, whose preparation may take hours
+        parts = JobPlan.make(config, self.base)  # before the data, whose preparation may take hours
         if not config.full:
-            lora.check_names(plan.model)
+            lora.check_names(parts.model)
         template_kwargs = {"tokenizer_dir": self.tokenizer_dir, "chat_template": config.chat_template}
         self.ends = load_end_tokens(self.base.config, self.tokenizer, self.directory, **template_kwargs)
         day = call_on_first(lambda: start_day(self.out))
         options: dict[str, Any] = {"end_token": self.ends.text, "day": day, "on_progress": on_tokenise}
         options |= {"vocab_size": self.base.config.vocab_size, "context": self.base.config.max_position_embeddings}
         self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
+        planned_config = with_seq_len(config, self.base.config.max_position_embeddings)
         config = dataclasses.replace(config, seq_len=self.data.seq_len)
+        self.plan = read_plan(self.out) if plan is None else plan
+        """What the step keeps of each layer, and its number of microbatches; None for the step of the settings."""
+        if plan is not None and planned_config.seq_len != config.seq_len:
+            self.plan = plan_within(config, plan.budget_bytes)
         original_config, config = config, with_steps(config, self.data.num_train_sequences)
-        self.config, plan = config, dataclasses.replace(plan, config=config)
+        if self.plan is not None:
+            config = dataclasses.replace(config, num_microbatches=self.plan.num_microbatches)
+        self.config, parts = config, dataclasses.replace(parts, config=config)
         # An adapter on a weight that the model cannot adapt raises here, before anything is written.
-        loss_fn: Any = plan.loss_fn
+        loss_fn: Any = parts.loss_fn
         loss_kwargs: dict[str, Any] = {"key": jax.random.key(0), "training": True} if config.lora_dropout else {}
-        jax.eval_shape(partial(loss_fn, **loss_kwargs), plan.model, self.data.train[0])
+        jax.eval_shape(partial(loss_fn, **loss_kwargs), parts.model, self.data.train[0])
         if sharding is not None:
             sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises if rows cannot be sharded
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
@@ -117,22 +131,24 @@ class Finetune:
             lambda: (
                 write_config(self.out, original_config),
                 check_same_run(self.out, config, self.data.digest, day),
+                self.plan and self.plan.to_json(self.out / PLAN),
             )
         )
-        self.saved_bytes: int | None = plan.saved_bytes()
+        self.saved_bytes: int | None = parts.saved_bytes()
         """Bytes of gradients and optimizer state that frozen weights save, on all devices; None with `full`."""
-        self.schedule = plan.schedule
+        self.schedule = parts.schedule
         # The learning rates for records are computed here, in one program. Computed after a step, they would delay the
         # record until the device is free. An interrupt during this wait could lose the record.
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         # Only dropout uses the trainer's key; pipelines and layerwise steps take no seed.
-        options = {"wrt": WRT, "num_microbatches": config.num_microbatches, "seed": config.seed}
+        options = {"wrt": WRT, "seed": config.seed}
+        options |= {"num_microbatches": config.num_microbatches} if self.plan is None else {"plan": self.plan}
         if sharding is not None and STAGE in sharding.mesh.shape:
-            options, loss_fn = {"pipeline": _pipeline(config, plan.model, sharding)}, None  # the stack has a loss
+            options, loss_fn = {"pipeline": _pipeline(config, parts.model, sharding)}, None  # the stack has a loss
         self.trainer = Trainer(
-            plan.model,
+            parts.model,
             loss_fn,
-            plan.tx,
+            parts.tx,
             weight=num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
             max_to_keep=config.max_to_keep,

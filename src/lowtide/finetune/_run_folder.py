@@ -7,6 +7,7 @@ checkpoints/    trainable state only
 adapter/        the adapter in PEFT's format, or
 model/          the model, if the whole model was tuned
 memory.json     bytes of the step
+plan.json       what the step keeps of each layer, for a run with a budget
 report.html     with `report`, one page about the run; report.json and memory-report.json hold its further inputs
 
 The page is written from these files: at the end of a run, after an interrupt, or later.
@@ -29,11 +30,12 @@ import jax
 
 from ..core import ConfigError, LowtideError, OutputError, check_writable, format_bytes, is_count, write_files
 from ..distributed import call_on_first, check_equal
+from ..planning import Plan
 from ..report import Chart, MemoryReport, RunFacts, run_page, versions
 from ..train import Callback
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, flag_of, read_config
 
-CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
+CONFIG, METRICS, MEMORY, DATA, PLAN = "config.toml", "metrics.jsonl", "memory.json", "data.json", "plan.json"
 CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
 PAGE, PARTS, REPORT = "report.html", "report.json", "memory-report.json"
 _PATHS = tuple(field.name for field in dataclasses.fields(FinetuneConfig) if field.metadata.get("path"))
@@ -217,6 +219,17 @@ def _loss_settings(config: FinetuneConfig) -> dict[str, Any]:
     editable = {*_EDITABLE} - ({"tile_tokens"} if config.lora_dropout and config.tile_tokens else set[str]())
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in editable}
     return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
+
+
+def read_plan(out: Path) -> Plan | None:
+    """Return the plan with which a run began, or None; a damaged file raises OutputError."""
+    if not (out / PLAN).is_file():
+        return None
+    try:
+        return Plan.from_json((out / PLAN).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, LowtideError) as error:
+        hint = "remove it to continue without a plan, or pass --budget to plan again"
+        raise OutputError(f"{out / PLAN}: the file is damaged", got=str(error), hint=hint) from error
 
 
 def _read_start(out: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ Action = Literal["keep", "host", "recompute"]
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What happens to values of a layer between the forward and the backward pass."""
+    """The treatment of values of each layer between the forward and the backward pass."""
 
     names: tuple[str, ...]
     """Names of the values. Several names form one decision if keeping one of them alone saves nothing."""
@@ -83,10 +83,10 @@ class _Recorder:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What tracing a step has shown."""
+    """Results of tracing a step."""
 
     decisions: tuple[Decision, ...]
-    """What may be kept, with the action ``recompute``; decisions that save no FLOPs are left out."""
+    """Values that may be kept, with the action ``recompute``. Values that save no FLOPs are left out."""
     flops: int
     """FLOPs of the step that recomputes everything."""
     tagged: bool

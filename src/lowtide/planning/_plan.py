@@ -59,7 +59,7 @@ class Plan:
     num_microbatches: int
     """Number of parts into which the step splits a batch."""
     decisions: tuple[Decision, ...]
-    """What happens to the named values of the layers."""
+    """Treatment of the named values of the layers."""
     tagged: bool
     """Whether `lowtide.offload.tag` named the values."""
     device_bytes: int
@@ -147,14 +147,19 @@ class Plan:
 
         Console().print(self)
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """What is kept, the microbatches, the bytes, the FLOPs and the estimated time, in one line."""
         kept = ", ".join(item.label for item in self.decisions if item.action == "keep") or "nothing"
         low, high = self.seconds
         return (
-            f"plan: keep {kept}; {self.num_microbatches} microbatches; {format_bytes(self.device_bytes)} of "
+            f"keep {kept}; {self.num_microbatches} microbatches; {format_bytes(self.device_bytes)} of "
             f"{format_bytes(self.budget_bytes)} (compiled for {self.target}); {self.flops / 1e12:.3g} TFLOP; "
             f"{low:.3g} to {high:.3g} s (estimated)"
         )
+
+    def __str__(self) -> str:
+        return f"plan: {self.summary}"
 
 
 def _with_tuples(item: Any) -> dict[str, Any]:
