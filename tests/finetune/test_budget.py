@@ -177,6 +177,9 @@ def test_a_run_with_a_budget_trains_the_planned_step_and_continues_with_it(tmp_p
     assert plan.device_bytes in table.values(), table
     assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--steps", "3"]) == 0
     assert "in 2 microbatches" in " ".join(capsys.readouterr().out.split())
+    on_host = FinetuneConfig(**settings, offload=("optimizer",), modules_to_save=("outer/embed",))
+    plan = plan_within(on_host, 2**30)
+    assert plan is not None and plan.host_bytes > 0
     for config in ({"full": True}, {"remat": False}, {"offload": ("parameters",)}, {"layers_per_remat": 2}):
         assert plan_within(FinetuneConfig(**config), 2**40) is None
     (tmp_path / "run" / "plan.json").write_text("{")

@@ -156,7 +156,7 @@ def test_bad_input_is_one_clear_error() -> None:
         lt.plan(parameters(), batch_of(4), TX, wrt="outer/in", budget="1 GiB", target="cpu", **without_stack)
     plan = planned("1 GiB", rows=4, num_microbatches=[1])
     for arguments, message in (
-        ({"num_microbatches": 2}, "a plan cannot be combined with num_microbatches"),
+        ({"num_microbatches": 2}, "a plan cannot be combined with another num_microbatches"),
         ({"pipeline": lt.pipeline.schedule("1f1b", num_stages=1, num_microbatches=2)}, "a pipeline"),
     ):
         with pytest.raises(ConfigError, match=message):

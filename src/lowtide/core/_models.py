@@ -9,7 +9,6 @@ needs no special case: `first` and `last` both receive all of `outer`. The last 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping
@@ -290,8 +289,10 @@ def is_own_name(name: str) -> bool:
     return name.startswith(INTERNAL_PREFIX)
 
 
-_is_recomputed: contextvars.ContextVar[bool] = contextvars.ContextVar("is_recomputed", default=False)
-_kept_names: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar("kept_names", default=frozenset())
+# As `hidden_pass`, these are part of the keys of JAX's caches, so that functions with `jax.jit` inside of a block are
+# traced for each value.
+_is_recomputed: Any = jax.make_user_context(False)
+_kept_names: Any = jax.make_user_context(frozenset())
 
 
 def recomputed(block: Callable[..., Any], kept: frozenset[str] | None = frozenset()) -> Callable[..., Any]:
@@ -303,24 +304,20 @@ def recomputed(block: Callable[..., Any], kept: frozenset[str] | None = frozense
 
     @functools.wraps(block)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        tokens = _is_recomputed.set(True), _kept_names.set(kept)
-        try:
+        with _is_recomputed(True), _kept_names(kept):
             return block(*args, **kwargs)
-        finally:
-            _is_recomputed.reset(tokens[0])
-            _kept_names.reset(tokens[1])
 
     return traced
 
 
 def kept_names() -> frozenset[str] | None:
     """Return the names of values that the traced code keeps until the backward pass; None means any name."""
-    return _kept_names.get()
+    return _kept_names.value
 
 
 def is_recomputed() -> bool:
     """Return whether the backward pass recomputes the traced code, which then need not save residuals."""
-    return _is_recomputed.get()
+    return _is_recomputed.value
 
 
 def model_part(path: str) -> str | None:

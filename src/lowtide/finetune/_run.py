@@ -69,7 +69,7 @@ class Finetune:
             both arguments are the number of finished records.
         sharding: rules that shard the work over the devices of one or more processes.
         plan: the result of `plan_within` for these settings. If the data make sequences shorter than it assumed, the
-            step is planned again. Without `plan`, a resumed run continues with the plan in its folder.
+            step is planned again. Without `plan`, a resumed run plans again with the budget of its plan.json.
 
     Raises:
         ModelFileError: for an unusable model directory.
@@ -109,10 +109,13 @@ class Finetune:
         self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
         planned_config = with_seq_len(config, self.base.config.max_position_embeddings)
         config = dataclasses.replace(config, seq_len=self.data.seq_len)
-        self.plan = read_plan(self.out) if plan is None else plan
+        self.plan = plan
         """What the step keeps of each layer, and its number of microbatches; None for the step of the settings."""
-        if plan is not None and planned_config.seq_len != config.seq_len:
-            self.plan = plan_within(config, plan.budget_bytes)
+        old_plan = read_plan(self.out) if plan is None and sharding is None else None
+        # Settings, hardware and versions may have changed since a run began, so a resumed run plans again.
+        known = plan or old_plan
+        if known is not None and (known is old_plan or planned_config.seq_len != config.seq_len):
+            self.plan = plan_within(config, known.budget_bytes)
         original_config, config = config, with_steps(config, self.data.num_train_sequences)
         if self.plan is not None:
             config = dataclasses.replace(config, num_microbatches=self.plan.num_microbatches)

@@ -102,7 +102,7 @@ def compile_program(
     else:
         inner, dynamic = _close_over_constants(fn, *dynamic, only_modules=True)
         jitted = jax.jit(inner, static_argnums=static, donate_argnums=donated, donate_argnames=donate_argnames or None)
-    (placed, keywords), host_paths = _place_arguments(dynamic, goal, strict=not is_jitted)
+    (placed, keywords), host_paths = place_arguments(dynamic, goal, strict=not is_jitted)
     pairs = enumerate(zip(args, placed, strict=True))
     positional = tuple(arg if index in static else new for index, (arg, new) in pairs)
     traced, lowered = _lower(jitted, positional, keywords, goal)
@@ -358,7 +358,7 @@ def _split_modules(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callabl
 # there.
 
 
-def _place_arguments(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset[str]]:
+def place_arguments(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset[str]]:
     """Replace every array of a tree by a `jax.ShapeDtypeStruct` on the target; also return the paths in host memory.
 
     Tree paths begin with a group (positional or keyword) and an argument. A leaf whose type `jit` refuses raises

@@ -14,8 +14,10 @@ from typing import Any, Literal
 import jax
 
 from ..core import ConfigError, HiddenPass, LayerStack, Tree, hidden_pass, num_layers
-from ..jaxprs import jaxpr_flops, make_jaxpr
+from ..hlo import place_arguments
+from ..jaxprs import jaxpr_flops, plain
 from ..offload import checkpoint, named_residuals, tag
+from ..targets import Target
 
 Action = Literal["keep", "host", "recompute"]
 
@@ -61,21 +63,21 @@ class Remat:
 
 
 class _Recorder:
-    """A `HiddenPass` that recomputes everything, and records the bytes of the names of each stack."""
+    """A `HiddenPass` that recomputes everything, and records the bytes of the names of each stack. Mutable."""
 
     def __init__(self) -> None:
         self.bytes = dict[str, int]()
         self.tagged = False
 
     def hidden(self, stack: LayerStack, outer: Tree, layers: Tree, batch: Tree) -> Any:
-        def shape(leaf: Any) -> Any:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        def block(layer: Tree, h: Any) -> Any:
+            return stack.block(layer, h, batch)
 
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-        args = layer, jax.tree.map(shape, jax.eval_shape(stack.first, outer, batch)), jax.tree.map(shape, batch)
-        layer_bytes = named_residuals(stack.block, *args)
+        args = layer, jax.eval_shape(lambda: stack.first(outer, batch))  # a batch may hold leaves that are no arrays
+        layer_bytes = named_residuals(block, *args)
         if not layer_bytes:
-            layer_bytes, self.tagged = named_residuals(tag(stack.block), *args), True
+            layer_bytes, self.tagged = named_residuals(tag(block), *args), True
         for name, num_bytes in layer_bytes.items():
             self.bytes[name] = self.bytes.get(name, 0) + num_layers(layers) * num_bytes
         return stack.hidden(outer, layers, batch, remat=True)
@@ -94,7 +96,10 @@ class Measured:
 
 
 class _Applied:
-    """A `HiddenPass` that notes whether a stack has used it. Each object is a new value for JAX's caches of traces."""
+    """A `HiddenPass` that notes whether a stack has used it. Mutable.
+
+    Each object is a new value for JAX's caches of traces.
+    """
 
     def __init__(self, hidden: HiddenPass) -> None:
         self._hidden = hidden
@@ -123,18 +128,20 @@ def planned(fn: Callable[..., Any], hidden: HiddenPass) -> Callable[..., Any]:
     return run
 
 
-def measure(fn: Callable[..., Any], args: Sequence[Any]) -> Measured:
-    """Trace a step with each of its names, and return the decisions that save FLOPs.
+def measure(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Measured:
+    """Trace a step for a target with each of its names, and return the decisions that save FLOPs.
 
     Raises:
         ConfigError: when the step runs no `LayerStack.hidden`.
     """
+    # Shapes need shardings on the target: without them, tracing drops their memory spaces.
+    args = place_arguments((tuple(args), {}), target, strict=True)[0][0]
     recorder = _Recorder()
-    jax.eval_shape(planned(fn, recorder), *args)
+    jax.jit(planned(fn, recorder)).trace(*args)
 
     def flops(names: Sequence[str]) -> int:
         hidden = Remat(save=frozenset(names), tagged=recorder.tagged)
-        return jaxpr_flops(make_jaxpr(planned(fn, hidden))(*args)[0])
+        return jaxpr_flops(plain(jax.jit(planned(fn, hidden)).trace(*args).jaxpr))
 
     base = flops(())
     savings = {name: base - flops((name,)) for name in recorder.bytes}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from ..core import ConfigError, format_bytes, parse_json, write_files
-from ._decisions import Decision, Remat
+from ..core import ConfigError, check_choice, check_integer, format_bytes, parse_json, write_files
+from ._decisions import Action, Decision, Remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,10 @@ class Plan:
             fields = _with_tuples(raw)
             fields["decisions"] = tuple(Decision(**_with_tuples(item)) for item in fields["decisions"])
             fields["attempts"] = tuple(Attempt(**_with_tuples(item)) for item in fields["attempts"])
+            for item in fields["decisions"]:
+                check_choice("action of a decision", item.action, get_args(Action))
+            for name in ("budget_bytes", "num_microbatches", "device_bytes", "flops"):
+                check_integer(name, fields[name])
             return cls(**fields)
         except (AttributeError, KeyError, TypeError) as error:
             problem = "the text is not a plan"
@@ -127,7 +131,7 @@ class Plan:
         from rich.text import Text
 
         table = Table(title=f"{format_bytes(self.budget_bytes)} on {self.target}", title_justify="left")
-        for column in ("values of each layer", "decision", "kept (one microbatch)", "FLOPs saved"):
+        for column in ("values of each layer", "decision", "bytes (one microbatch)", "FLOPs saved"):
             table.add_column(column, justify="left" if column in ("values of each layer", "decision") else "right")
         for item in self.decisions:
             share = item.flops / (self.flops + sum(d.flops for d in self.decisions if d.action != "recompute"))

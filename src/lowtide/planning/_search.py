@@ -1,4 +1,4 @@
-"""Search the fastest choice of a step that fits a budget; the compiler has the last word on bytes.
+"""Search for the fastest choice of a step that fits a budget; bytes are those of compiled steps.
 
 Choices are subsets of the values to keep, for each number of microbatches. They are visited in the order of estimated
 time. A choice is skipped without compilation if a lower bound on its bytes exceeds the budget:
@@ -6,7 +6,8 @@ time. A choice is skipped without compilation if a lower bound on its bytes exce
     bytes(nothing kept) + bytes of the kept values - slack
 
 A linear model of memory is wrong by hundreds of MiB, because the compiler schedules and fuses each choice anew. The
-slack, the bytes of the largest value, covers such errors, so that the bound skips no choice that fits.
+slack, the bytes of the largest value, covers such errors. The bound may still skip a choice that fits if the peak of
+the step is elsewhere, such as in the optimizer, where kept values take no additional bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ _DEFAULT_FLOPS, _DEFAULT_BANDWIDTH = 1e11, 2e10
 """Operations and bytes per second for a target without figures, such as a CPU: about those of a few cores."""
 _WEIGHT_READS = 3
 """How often a microbatch reads each weight: forward pass, recomputation, backward pass."""
+_MAX_ABOVE_BUDGET = 4
+"""Number of choices to compile for a number of microbatches with which the choice that keeps nothing is too large. The
+compiler sometimes finds a smaller program for a choice that keeps a value."""
 _MAX_DECISIONS = 10
 """With more names, those that save the fewest FLOPs for each byte are recomputed."""
 
@@ -71,11 +75,13 @@ def search(problem: Problem, *, on_compile: Callable[[Attempt], None] | None = N
         OutOfMemoryError: when no choice fits.
 
     Memory:
-        Up to 16 compilations, one at a time.
+        About 16 compilations at most, one at a time.
     """
     run = _Search(problem, on_compile)
     for choice in run.choices():
         if len(run.attempts) >= MAX_COMPILATIONS or run.lower_bound(choice) > problem.budget_bytes:
+            continue
+        if run.is_hopeless(choice.num_microbatches):
             continue
         if choice.kept and run.base(choice.num_microbatches) is None:
             run.compile(run.base_choice(choice.num_microbatches))
@@ -83,6 +89,8 @@ def search(problem: Problem, *, on_compile: Callable[[Attempt], None] | None = N
                 continue
         if run.compile(choice).device_bytes <= problem.budget_bytes:
             return run.plan(choice)
+    for number in problem.microbatches:
+        run.compile(run.base_choice(number))
     fitting = [choice for choice, attempt in run.attempts.items() if attempt.device_bytes <= problem.budget_bytes]
     if fitting:
         return run.plan(min(fitting, key=lambda choice: choice.seconds[1]))
@@ -95,10 +103,9 @@ class _Search:
     def __init__(self, problem: Problem, on_compile: Callable[[Attempt], None] | None) -> None:
         self._problem, self._on_compile = problem, on_compile
         self._jobs = {number: problem.job(number) for number in problem.microbatches}
-        self._first = min(problem.microbatches)
-        job = self._jobs[self._first]
+        job = self._jobs.get(1) or problem.job(1)  # with more microbatches the loss is traced more than once
         with jax.default_device(problem.target.devices()[0]):
-            self.measured = _limited(measure(job.fn, job.args))
+            self.measured = _limited(measure(job.fn, job.args, problem.target))
         self.attempts: dict[_Choice, Attempt] = {}
         self._argument_bytes = tree_bytes([leaf for leaf in jax.tree.leaves(job.args) if _is_on_device(leaf)])
         self._slack = max((item.num_bytes for item in self.measured.decisions), default=0)
@@ -118,9 +125,16 @@ class _Search:
         """Return the compiled choice that keeps nothing, if there is one."""
         return self.attempts.get(self.base_choice(num_microbatches))
 
+    def is_hopeless(self, num_microbatches: int) -> bool:
+        """Return whether the choice that keeps nothing is too large, and so are some others of this number."""
+        base = self.base(num_microbatches)
+        num_compiled = sum(choice.num_microbatches == num_microbatches for choice in self.attempts)
+        is_large = base is not None and base.device_bytes > self._problem.budget_bytes
+        return is_large and num_compiled >= _MAX_ABOVE_BUDGET
+
     def lower_bound(self, choice: _Choice) -> int:
         """Return bytes that the choice needs at least, from what was compiled so far."""
-        slack = self._slack * self._first // choice.num_microbatches
+        slack = self._slack // choice.num_microbatches
         base = self.base(choice.num_microbatches)
         known = self._argument_bytes if base is None else base.device_bytes
         bounds = [known + choice.kept_bytes - slack if choice.kept else known]
@@ -134,7 +148,9 @@ class _Search:
         if choice not in self.attempts:
             job = self._jobs[choice.num_microbatches]
             hidden = self.plan(choice, compiled=False).hidden
-            report = dataclasses.replace(job, fn=planned(job.fn, hidden)).analyze(self._problem.target)
+            # As in a trainer, arguments that the step does not read stay on the device.
+            step = jax.jit(planned(job.fn, hidden), donate_argnums=job.donate_argnums, keep_unused=True)
+            report = dataclasses.replace(job, fn=step, donate_argnums=None).analyze(self._problem.target)
             labels = tuple(self.measured.decisions[position].label for position in sorted(choice.kept))
             sizes = report.device_bytes, report.host_bytes
             attempt = Attempt(labels, choice.num_microbatches, choice.seconds[1], *sizes)
@@ -144,7 +160,7 @@ class _Search:
         return self.attempts[choice]
 
     def plan(self, choice: _Choice, *, compiled: bool = True) -> Plan:
-        scale = self._first / choice.num_microbatches
+        scale = 1 / choice.num_microbatches
         decisions = tuple(
             dataclasses.replace(
                 item, action="keep" if position in choice.kept else "recompute", num_bytes=int(item.num_bytes * scale)
@@ -171,20 +187,20 @@ class _Search:
         if smallest is None:
             got = f"{format_bytes(self._argument_bytes)} of weights, optimizer state and batch"
         else:
-            parts = f"{smallest.num_microbatches} microbatches"
-            got = f"{format_bytes(smallest.device_bytes)} with {parts}, recomputing all layers (compiled)"
+            parts = f"{smallest.num_microbatches} microbatches, {smallest.label}"
+            got = f"{format_bytes(smallest.device_bytes)} with {parts} (compiled)"
         hint = "use a smaller batch, quantise frozen weights, or move optimizer state or layers to the host"
         problem = f"no choice fits the budget of {budget} on {self._problem.target.name}"
         return OutOfMemoryError(problem, got=got, hint=hint)
 
     def _choice(self, kept: frozenset[int], num_microbatches: int) -> _Choice:
         kept_bytes = sum(self.measured.decisions[position].num_bytes for position in kept)
-        traffic = 2 * kept_bytes * self._first + _WEIGHT_READS * num_microbatches * self._argument_bytes
+        traffic = 2 * kept_bytes + _WEIGHT_READS * num_microbatches * self._argument_bytes
         target = self._problem.target
         compute = self._flops(kept) / (target.flops or _DEFAULT_FLOPS)
         transfer = traffic / (target.hbm_bandwidth or _DEFAULT_BANDWIDTH)
         seconds = max(compute, transfer), compute + transfer
-        return _Choice(kept, num_microbatches, kept_bytes * self._first // num_microbatches, seconds)
+        return _Choice(kept, num_microbatches, kept_bytes // num_microbatches, seconds)
 
     def _flops(self, kept: frozenset[int]) -> int:
         return self.measured.flops - sum(self.measured.decisions[position].flops for position in kept)

@@ -15,6 +15,7 @@ from ..core import (
     StructureError,
     Tree,
     check_integer,
+    check_type,
     memory_space,
     parse_bytes,
     shown,
@@ -43,6 +44,10 @@ def plan(
 
     The step is that of ``Trainer(model, loss_fn, tx, wrt=wrt, plan=plan)``. Its loss must run a `LayerStack`. FLOPs are
     counted in its jaxpr, times are estimated from the figures of the target's catalogue, and bytes are compiled.
+
+    With microbatches, the loss is the weighted mean of the losses of the microbatches. Without `weight`, it differs
+    from the loss of the whole batch if rows have different numbers of targets. So does a loss that mixes rows, such as
+    the load balance of experts. Pass ``num_microbatches=[1]`` to exclude this.
 
     Args:
         model: the model, or its shapes (`jax.eval_shape` of its constructor).
@@ -85,6 +90,9 @@ def plan(
     (num_rows,) = rows
     numbers = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
     if num_microbatches is not None:
+        check_type("num_microbatches", num_microbatches, (list, tuple, range), "a list of numbers, such as [1, 2]")
+        if not num_microbatches:
+            raise ConfigError("num_microbatches is empty", hint=f"use some of {numbers}")
         if wrong := [n for n in num_microbatches if n not in numbers]:
             problem = f"num_microbatches has {shown(wrong[0])}, which does not divide the {num_rows} rows of the batch"
             raise ConfigError(problem, hint=f"use some of {numbers}")

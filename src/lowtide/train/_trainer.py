@@ -183,7 +183,7 @@ class Trainer:
         plan: Plan | None = None,
     ) -> None:
         if plan is not None:
-            num_microbatches = _microbatches_of(plan, num_microbatches, tx, pipeline)
+            num_microbatches = _microbatches_of(plan, num_microbatches, tx, pipeline, compute_dtype, sharding)
             budget = plan.budget_bytes if budget is None else budget
         step, weight, sharding, num_microbatches = _choose_step(
             model, loss_fn, tx, wrt, mutable, num_microbatches, weight, compute_dtype, seed, sharding, pipeline
@@ -735,11 +735,18 @@ def _choose_step(
     return step, weight, sharding, num_microbatches
 
 
-def _microbatches_of(plan: Any, num_microbatches: int, tx: Any, pipeline: Any) -> int:
+def _microbatches_of(
+    plan: Any, num_microbatches: int, tx: Any, pipeline: Any, compute_dtype: Any, sharding: Any
+) -> int:
     """Return the number of microbatches of a plan; raise if the other arguments contradict it."""
     check_type("plan", plan, Plan, "a Plan, the result of lt.plan")
     conflicts = {
-        "num_microbatches": (num_microbatches != 1, "leave it out: the plan has chosen it"),
+        "another num_microbatches": (
+            num_microbatches not in (1, plan.num_microbatches),
+            "leave it out: the plan has chosen it",
+        ),
+        "compute_dtype": (compute_dtype is not None, "cast in the loss: lt.plan plans the step without compute_dtype"),
+        "sharding": (sharding is not None, "leave plan out: lt.plan plans steps on one device"),
         "a pipeline": (pipeline is not None, "leave plan out: a schedule adapts to the budget by itself"),
         "a layerwise step": (isinstance(tx, LayerwiseStep), "leave plan out: such a step keeps one layer at a time"),
     }

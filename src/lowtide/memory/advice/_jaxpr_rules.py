@@ -64,11 +64,8 @@ def _tags_and_policies(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict
         elif "policy" in equation.params and equation.params["policy"] is not None:
             policies[id(equation.params["policy"])] = equation.params["policy"]
     named_policies = [(policy, policy_names(policy)) for policy in policies.values()]
-    return tags, [
-        (policy, names)
-        for policy, names in named_policies
-        if not names or not all(is_own_name(name) or name in LAYER_NAMES for name in names)
-    ]
+    # Policies of Lowtide's own layers contain an internal name; they also contain names that a layer may lack.
+    return tags, [(policy, names) for policy, names in named_policies if not any(map(is_own_name, names))]
 
 
 def _with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
