@@ -84,13 +84,17 @@ def test_the_search_finds_the_best_of_all_choices_at_every_budget(monkeypatch: p
         best = min(choice.seconds[1] for choice in choices if sizes[choice] <= budget)
         assert plan.seconds[1] == best and plan.device_bytes <= budget
         assert len(plan.attempts) <= 10
-    with pytest.raises(OutOfMemoryError, match=r"no choice fits(.|\n)*2 microbatches(.|\n)*hint:"):
+    with pytest.raises(OutOfMemoryError, match=r"no choice fits(.|\n)*microbatches: 2(.|\n)*hint:"):
         search(dataclasses.replace(problem, budget_bytes=min(sizes.values()) - 1))
 
 
 def test_a_trainer_runs_the_plan_with_its_bytes_and_the_losses_of_the_step_without_it() -> None:
-    small, large = (planned(budget, num_microbatches=[2]) for budget in ("12.5 MiB", "100 MiB"))
-    assert small.device_bytes <= 12.5 * 2**20 < large.device_bytes
+    large = planned("100 MiB", num_microbatches=[2])
+    smallest = min(attempt.device_bytes for attempt in large.attempts)  # keeps nothing
+    small = planned((smallest + large.device_bytes) // 2, num_microbatches=[2])
+    assert small.device_bytes <= small.budget_bytes < large.device_bytes
+    kept_bytes = {decision.label: decision.num_bytes for decision in large.decisions}
+    assert kept_bytes["up"] == 4 * 512 * 256 * 4  # layers, rows of a microbatch, width, bytes of a number
     assert len(small.hidden.save) < len(large.hidden.save) == 3 and small.flops > large.flops
     assert Plan.from_json(large.to_json()) == large
 
@@ -167,3 +171,23 @@ def test_bad_input_is_one_clear_error() -> None:
     for text, error in (("{}", ConfigError), ("[]", ModelFileError), ('{"decisions": 1}', ConfigError)):
         with pytest.raises(error):
             Plan.from_json(text)
+
+
+def test_leaves_that_no_step_reads_count_as_in_a_trainer() -> None:
+    params = {**parameters(2), "unread": jnp.ones((512, 512))}
+
+    def loss(params: Any, batch: Any) -> Any:
+        return STACK.apply(params["outer"], params["layers"], batch)
+
+    options: dict[str, Any] = {"wrt": "layers/**"}
+    plan = lt.plan(
+        params, batch_of(64), TX, loss_fn=loss, budget="1 GiB", target="cpu", num_microbatches=[1], **options
+    )
+    trainer = lt.Trainer(params, loss, TX, plan=plan, **options)
+    assert trainer.memory(batch_of(64)).device_bytes == plan.device_bytes
+    for refused in ({"compute_dtype": "bfloat16"}, {"num_microbatches": 2}):
+        with pytest.raises(ConfigError, match=f"a plan cannot be combined with (.*){next(iter(refused))}"):
+            lt.Trainer(params, loss, TX, plan=plan, **options, **refused)
+    for numbers in ([], 2):
+        with pytest.raises(ConfigError, match="num_microbatches"):
+            lt.plan(params, batch_of(64), TX, loss_fn=loss, budget="1 GiB", num_microbatches=numbers, **options)

@@ -220,7 +220,7 @@ def _plan(console: Console, config: Any, budget: int, sharding: Any) -> Any:
         task = progress.add_task("planning the step", total=None)
 
         def show(attempt: Any) -> None:
-            text = f"{attempt.label}, {attempt.num_microbatches} microbatches: {format_bytes(attempt.device_bytes)}"
+            text = f"{attempt.label}, microbatches: {attempt.num_microbatches}, {format_bytes(attempt.device_bytes)}"
             progress.update(task, description=f"planning the step; compiled: {text}")
 
         with contextlib.suppress(OutOfMemoryError):  # the error of `within` names settings that help

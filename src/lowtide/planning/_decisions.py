@@ -19,7 +19,7 @@ from ..jaxprs import jaxpr_flops, plain
 from ..offload import checkpoint, named_residuals, tag
 from ..targets import Target
 
-Action = Literal["keep", "host", "recompute"]
+Action = Literal["keep", "recompute"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Decision:
     """The treatment of values of each layer between the forward and the backward pass."""
 
     names: tuple[str, ...]
-    """Names of the values. Several names form one decision if keeping one of them alone saves nothing."""
+    """Names of the values. Several names form one decision if the values save FLOPs only together."""
     action: Action
-    """``keep`` on the device, keep on the ``host``, or ``recompute``."""
+    """``keep`` on the device, or ``recompute`` in the backward pass."""
     num_bytes: int
     """Bytes of the values of all layers, for one microbatch."""
     flops: int
@@ -47,18 +47,15 @@ class Remat:
 
     save: frozenset[str] = frozenset()
     """Names of values that stay on the device."""
-    offload: frozenset[str] = frozenset()
-    """Names of values that wait in host memory."""
     tagged: bool = False
     """Whether `lowtide.offload.tag` names the values, for blocks without names."""
 
     def hidden(self, stack: LayerStack, outer: Tree, layers: Tree, batch: Tree) -> Any:
         """Run `LayerStack.hidden` with these decisions."""
-        if not (self.save or self.offload):
+        if not self.save:
             return stack.hidden(outer, layers, batch, remat=True)
         block = tag(stack.block) if self.tagged else stack.block
-        save, offload = sorted(self.save) or None, sorted(self.offload) or None
-        kept = checkpoint(block, save=save, offload=offload, prevent_cse=False)
+        kept = checkpoint(block, save=sorted(self.save), prevent_cse=False)
         return dataclasses.replace(stack, block=kept).hidden(outer, layers, batch)
 
 
@@ -154,7 +151,9 @@ def measure(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Meas
         together = (name, *useless)
         if saved > 0 and useless and (saved_together := base - flops(together)) > saved + groups.get(useless, 0):
             del groups[name,]
+            groups.pop(useless, None)
             groups[together] = saved_together
+            break  # decisions must not share names
     decisions = [
         Decision(names, "recompute", sum(recorder.bytes[name] for name in names), saved)
         for names, saved in groups.items()

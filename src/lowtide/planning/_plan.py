@@ -67,7 +67,7 @@ class Plan:
     host_bytes: int
     """Bytes of the compiled step in host memory."""
     flops: int
-    """FLOPs of a step, counted in its jaxpr."""
+    """FLOPs of a step: those of the step that keeps nothing, less those that the kept values save."""
     seconds: tuple[float, float]
     """Estimated time of a step. The first number assumes that products and memory traffic overlap, the second that they
     follow each other. On a chip without catalogue figures, only ratios of such times have a meaning."""
@@ -77,11 +77,8 @@ class Plan:
     @property
     def hidden(self) -> Remat:
         """The `lowtide.core.HiddenPass` that applies the decisions."""
-        kept = {
-            action: frozenset(name for item in self.decisions if item.action == action for name in item.names)
-            for action in ("keep", "host")
-        }
-        return Remat(save=kept["keep"], offload=kept["host"], tagged=self.tagged)
+        names = (name for item in self.decisions if item.action == "keep" for name in item.names)
+        return Remat(save=frozenset(names), tagged=self.tagged)
 
     @property
     def frontier(self) -> tuple[Attempt, ...]:
@@ -157,7 +154,7 @@ class Plan:
         kept = ", ".join(item.label for item in self.decisions if item.action == "keep") or "nothing"
         low, high = self.seconds
         return (
-            f"keep {kept}; {self.num_microbatches} microbatches; {format_bytes(self.device_bytes)} of "
+            f"keep {kept}; microbatches: {self.num_microbatches}; {format_bytes(self.device_bytes)} of "
             f"{format_bytes(self.budget_bytes)} (compiled for {self.target}); {self.flops / 1e12:.3g} TFLOP; "
             f"{low:.3g} to {high:.3g} s (estimated)"
         )

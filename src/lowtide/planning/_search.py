@@ -187,7 +187,7 @@ class _Search:
         if smallest is None:
             got = f"{format_bytes(self._argument_bytes)} of weights, optimizer state and batch"
         else:
-            parts = f"{smallest.num_microbatches} microbatches, {smallest.label}"
+            parts = f"microbatches: {smallest.num_microbatches}, {smallest.label}"
             got = f"{format_bytes(smallest.device_bytes)} with {parts} (compiled)"
         hint = "use a smaller batch, quantise frozen weights, or move optimizer state or layers to the host"
         problem = f"no choice fits the budget of {budget} on {self._problem.target.name}"

@@ -66,8 +66,8 @@ def plan(
         The plan. Pass it to ``Trainer(plan=...)``.
 
     Raises:
-        ConfigError: for a budget that is no size; without `budget` on a target whose memory is unknown; for a loss that
-            runs no `LayerStack`; for a model without ``stack`` and no `loss_fn`.
+        ConfigError: for a budget that is not a size; without `budget` on a target whose memory is unknown; for a loss
+            that runs no `LayerStack`; for a model without ``stack`` and no `loss_fn`.
         OutOfMemoryError: when no choice fits the budget.
         SelectionError: when `wrt` selects nothing, or a leaf that cannot be differentiated.
         TargetError: for an unknown target, or one whose compiler is not installed.
