@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Plans keep compiled bytes on disk; tests must not read those of an earlier version of the code.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lowtide-tests-")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 # Threads of NumPy and PyTorch wait for their next product by spinning, on the core of the other worker.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

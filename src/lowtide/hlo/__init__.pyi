@@ -1,9 +1,11 @@
 """Compile a function for a target, and read the result: graph of values, heap of temporaries, arguments, outputs."""
 
 from ._compile import CompiledProgram as CompiledProgram
+from ._compile import compile_lowered as compile_lowered
 from ._compile import compile_program as compile_program
 from ._compile import crossed_donations as crossed_donations
 from ._compile import is_out_of_memory as is_out_of_memory
+from ._compile import lower_program as lower_program
 from ._compile import place_arguments as place_arguments
 from ._compile import positions as positions
 from ._compile import read_dump as read_dump

@@ -84,6 +84,18 @@ def compile_program(
     static_argnums: int | Sequence[int] | None,
 ) -> CompiledProgram:
     """Compile a function for a target; arguments, errors and warnings are those of `lowtide.memory.compile`."""
+    return compile_lowered(lower_program(fn, args, kwargs, target, donate_argnums, static_argnums))
+
+
+def lower_program(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Target | str | None,
+    donate_argnums: int | Sequence[int] | None,
+    static_argnums: int | Sequence[int] | None = None,
+) -> CompiledProgram:
+    """Trace and lower a function for a target as `compile_program` does; `compile_lowered` compiles the result."""
     goal = resolve_target(target)
     is_jitted = hasattr(fn, "lower")
     if is_jitted and donate_argnums is not None:
@@ -119,18 +131,21 @@ def compile_program(
             PlacementWarning,
             stacklevel=3,
         )
-    compiled, hlo, error = _compile(lowered)
     return CompiledProgram(
         target=goal,
         lowered=lowered,
         jaxpr=plain(traced.jaxpr),
-        hlo=hlo,
+        hlo=None,
         static=static,
         host_paths=host_paths,
         argument_names=tuple(argument_names(traced)),
-        error=error,
-        _compiled=compiled,
     )
+
+
+def compile_lowered(program: CompiledProgram) -> CompiledProgram:
+    """Compile a program that `lower_program` has lowered."""
+    compiled, hlo, error = _compile(program.lowered)
+    return dataclasses.replace(program, hlo=hlo, error=error, _compiled=compiled)
 
 
 def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:

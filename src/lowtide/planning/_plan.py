@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..core import ConfigError, check_choice, check_integer, format_bytes, parse_json, write_files
-from ._decisions import Action, Decision, Remat
+from ..report.views._png import frontier_png
+from ._decisions import Action, Decision, Memory, Remat, remat
+
+PLACES = ("layer_inputs", "optimizer", "parameters")
+"""Fields of a plan that name a memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
     """A choice that the search compiled."""
 
-    kept: tuple[str, ...]
-    """Labels of the decisions that keep values; empty if each layer is recomputed as a whole."""
+    label: str
+    """What the choice keeps, and what it places on the host."""
     num_microbatches: int
     seconds: float
     """Estimated time of a step."""
@@ -24,11 +28,6 @@ class Attempt:
     """Bytes of the compiled step on one device."""
     host_bytes: int
     """Bytes of the compiled step in host memory."""
-
-    @property
-    def label(self) -> str:
-        """The choice as text."""
-        return "keep " + ", ".join(self.kept) if self.kept else "recompute all"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,12 +40,10 @@ class Plan:
         ...     budget_bytes=2**34,
         ...     num_microbatches=1,
         ...     decisions=(Decision(("mlp_up",), "keep", 2**30, 10**12),),
-        ...     tagged=False,
         ...     device_bytes=2**33,
         ...     host_bytes=0,
         ...     flops=10**14,
         ...     seconds=(0.5, 0.6),
-        ...     attempts=(),
         ... )
         >>> Plan.from_json(plan.to_json()) == plan
         True
@@ -60,8 +57,18 @@ class Plan:
     """Number of parts into which the step splits a batch."""
     decisions: tuple[Decision, ...]
     """Treatment of the named values of the layers."""
-    tagged: bool
-    """Whether `lowtide.offload.tag` named the values."""
+    layer_inputs: Memory = "device"
+    """Memory that holds the input of each layer until the backward pass."""
+    layers_per_remat: int = 1
+    """Number of layers that are recomputed as a group."""
+    optimizer: Memory = "device"
+    """Memory of the optimizer state between steps."""
+    parameters: Memory = "device"
+    """Memory of the frozen layers."""
+    formats: tuple[str, ...] = ()
+    """Formats of `allow` that the step uses, because no choice without them fits."""
+    has_stack: bool = True
+    """Whether the loss runs a `lowtide.core.LayerStack`. Without one, only placements are planned."""
     device_bytes: int
     """Bytes of the compiled step on one device."""
     host_bytes: int
@@ -71,14 +78,17 @@ class Plan:
     seconds: tuple[float, float]
     """Estimated time of a step. The first number assumes that products and memory traffic overlap, the second that they
     follow each other. On a chip without catalogue figures, only ratios of such times have a meaning."""
-    attempts: tuple[Attempt, ...]
+    other_choice: str | None = None
+    """The compiled choice that fits and would be fastest by the first number, if that is another choice."""
+    owners: tuple[tuple[str, int], ...] = ()
+    """The owners of the most bytes on the device at the peak, with their bytes (compiled)."""
+    attempts: tuple[Attempt, ...] = ()
     """All compiled choices, in the order of the search."""
 
     @property
     def hidden(self) -> Remat:
         """The `lowtide.core.HiddenPass` that applies the decisions."""
-        names = (name for item in self.decisions if item.action == "keep" for name in item.names)
-        return Remat(save=frozenset(names), tagged=self.tagged)
+        return remat(self.decisions, self.layer_inputs, self.layers_per_remat)
 
     @property
     def frontier(self) -> tuple[Attempt, ...]:
@@ -113,9 +123,13 @@ class Plan:
             fields = _with_tuples(raw)
             fields["decisions"] = tuple(Decision(**_with_tuples(item)) for item in fields["decisions"])
             fields["attempts"] = tuple(Attempt(**_with_tuples(item)) for item in fields["attempts"])
+            for name in ("owners", "formats"):
+                fields[name] = tuple(tuple(item) if isinstance(item, list) else item for item in fields[name])
+            for name in PLACES:
+                check_choice(name, fields[name], get_args(Memory))
             for item in fields["decisions"]:
                 check_choice("action of a decision", item.action, get_args(Action))
-            for name in ("budget_bytes", "num_microbatches", "device_bytes", "flops"):
+            for name in ("budget_bytes", "num_microbatches", "device_bytes", "flops", "layers_per_remat"):
                 check_integer(name, fields[name])
             return cls(**fields)
         except (AttributeError, KeyError, TypeError) as error:
@@ -127,36 +141,71 @@ class Plan:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=f"{format_bytes(self.budget_bytes)} on {self.target}", title_justify="left")
-        for column in ("values of each layer", "decision", "bytes (one microbatch)", "FLOPs saved"):
-            table.add_column(column, justify="left" if column in ("values of each layer", "decision") else "right")
-        for item in self.decisions:
-            share = item.flops / (self.flops + sum(d.flops for d in self.decisions if d.action != "recompute"))
-            table.add_row(item.label, item.action, format_bytes(item.num_bytes), f"{share:.1%}")
-        compiled = Table(title="compiled", title_justify="left")
-        for column in ("choice", "microbatches", "device", "estimated time", ""):
+        tables: list[Any] = []
+        if self.decisions:
+            values = Table(title="values of each layer", title_justify="left")
+            for column in ("name", "decision", "bytes (one microbatch)", "FLOPs saved"):
+                values.add_column(column, justify="left" if column in ("name", "decision") else "right")
+            all_flops = self.flops + sum(item.flops for item in self.decisions if item.action != "recompute")
+            for item in self.decisions:
+                values.add_row(item.label, item.action, format_bytes(item.num_bytes), f"{item.flops / all_flops:.1%}")
+            tables.append(values)
+        compiled = Table(title="compiled choices", title_justify="left")
+        for column in ("choice", "microbatches", "device", "host", "estimated time", ""):
             compiled.add_column(column, justify="left" if column in ("choice", "") else "right")
         for attempt in self.attempts:
             verdict = "fits" if attempt.device_bytes <= self.budget_bytes else "too large"
-            sizes = str(attempt.num_microbatches), format_bytes(attempt.device_bytes), f"{attempt.seconds:.3g} s"
-            compiled.add_row(attempt.label, *sizes, verdict)
-        return Group(Text(str(self)), table, compiled)
+            sizes = (format_bytes(number) if number else "" for number in (attempt.device_bytes, attempt.host_bytes))
+            row = attempt.label, str(attempt.num_microbatches), *sizes, f"{attempt.seconds:.3g} s", verdict
+            compiled.add_row(*row)
+        owners = Table(title="owners at the peak (compiled)", title_justify="left")
+        owners.add_column("owner")
+        owners.add_column("bytes", justify="right")
+        for label, num_bytes in self.owners:
+            owners.add_row(label, format_bytes(num_bytes))
+        return Group(Text(str(self)), *tables, compiled, *([owners] if self.owners else []))
 
     def print(self) -> None:
-        """Print the decisions and all compiled choices as tables."""
+        """Print the decisions, all compiled choices, and the owners at the peak as tables."""
         from rich.console import Console
 
         Console().print(self)
 
+    def to_png(self, path: str | Path) -> None:
+        """Draw the compiled choices: estimated time against bytes, the budget and the frontier.
+
+        Raises:
+            ConfigError: without matplotlib.
+            OutputError: when the file cannot be written.
+        """
+        groups = [(attempt.label, attempt.num_microbatches) for attempt in self.attempts]
+        points = [(attempt.device_bytes, attempt.seconds) for attempt in self.attempts]
+        labels = [f"{label}, microbatches: {number}" for label, number in groups]
+        title = f"{format_bytes(self.device_bytes)} of {format_bytes(self.budget_bytes)} on {self.target}"
+        picture = frontier_png(title, points, labels, self.budget_bytes, [p.device_bytes for p in self.frontier])
+        write_files(Path(path).parent, {Path(path).name: picture})
+
+    @property
+    def choice(self) -> str:
+        """What is kept, what is on the host, groups of layers, formats and microbatches, as text."""
+        kept = ", ".join(item.label for item in self.decisions if item.action == "keep")
+        on_host = [item.label for item in self.decisions if item.action == "host"]
+        on_host += [name.replace("_", " ") for name in PLACES if getattr(self, name) == "host"]
+        parts = [f"keep {kept}" if kept else "recompute all"] if self.decisions else []
+        parts += [f"on the host: {', '.join(on_host)}"] if on_host else []
+        parts += [f"groups of {self.layers_per_remat} layers"] if self.layers_per_remat > 1 else []
+        parts += [f"formats: {', '.join(self.formats)}"] if self.formats else []
+        parts += [] if self.has_stack else ["placement only, because the loss runs no LayerStack"]
+        return "; ".join([*parts, f"microbatches: {self.num_microbatches}"])
+
     @property
     def summary(self) -> str:
-        """What is kept, the microbatches, the bytes, the FLOPs and the estimated time, in one line."""
-        kept = ", ".join(item.label for item in self.decisions if item.action == "keep") or "nothing"
+        """The choice, its bytes, FLOPs and estimated time, in one line."""
         low, high = self.seconds
+        other = f"; if memory traffic overlaps, faster: {self.other_choice}" if self.other_choice else ""
         return (
-            f"keep {kept}; microbatches: {self.num_microbatches}; {format_bytes(self.device_bytes)} of "
-            f"{format_bytes(self.budget_bytes)} (compiled for {self.target}); {self.flops / 1e12:.3g} TFLOP; "
-            f"{low:.3g} to {high:.3g} s (estimated)"
+            f"{self.choice}; {format_bytes(self.device_bytes)} of {format_bytes(self.budget_bytes)} (compiled for "
+            f"{self.target}); {self.flops / 1e12:.3g} TFLOP; {low:.3g} to {high:.3g} s (estimated){other}"
         )
 
     def __str__(self) -> str:

@@ -1,63 +1,87 @@
 """Search for the fastest choice of a step that fits a budget; bytes are those of compiled steps.
 
-Choices are subsets of the values to keep, for each number of microbatches. They are visited in the order of estimated
-time. A choice is skipped without compilation if a lower bound on its bytes exceeds the budget:
+A choice says for each named value whether it is kept, moved to the host or recomputed, and gives the placement of
+layer inputs, optimizer state and parameters, the layers of a recomputed group, and the number of microbatches. Choices
+are visited in the order of estimated time. A choice is skipped without compilation if a lower bound on its bytes
+exceeds the budget. For each choice A that was compiled:
 
-    bytes(nothing kept) + bytes of the kept values - slack
+    bytes(choice) >= bytes(A) - bytes of values that A keeps and the choice does not - slack
 
-A linear model of memory is wrong by hundreds of MiB, because the compiler schedules and fuses each choice anew. The
-slack, the bytes of the largest value, covers such errors. The bound may still skip a choice that fits if the peak of
-the step is elsewhere, such as in the optimizer, where kept values take no additional bytes.
+This holds wherever the peak of A is. Bytes that the choice adds are not counted, because they may be dead at the peak,
+for instance in the update of the optimizer. A linear model of memory is wrong by hundreds of MiB, because the compiler
+schedules and fuses each choice anew. The slack, the bytes of the largest value, covers such errors.
+
+For a TPU a cheap compilation comes first (`probe_step`). It rejects choices, but only a whole compilation accepts one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from ..core import OutOfMemoryError, format_bytes, memory_space, tree_bytes
+from ..core import ConfigError, OutOfMemoryError, format_bytes, memory_space, tree_bytes
+from ..jaxprs import jaxpr_flops, plain
 from ..memory import Job
 from ..targets import Target
-from ._decisions import Decision, Measured, measure, planned
+from ._compiler import Size, compile_step, probe_step
+from ._cost import rates
+from ._decisions import Action, Decision, Measured, Memory, Remat, measure, remat
 from ._plan import Attempt, Plan
 
-MAX_COMPILATIONS = 16
-_DEFAULT_FLOPS, _DEFAULT_BANDWIDTH = 1e11, 2e10
-"""Operations and bytes per second for a target without figures, such as a CPU: about those of a few cores."""
+MAX_COMPILATIONS, MAX_PROBES = 16, 40
 _WEIGHT_READS = 3
 """How often a microbatch reads each weight: forward pass, recomputation, backward pass."""
-_MAX_ABOVE_BUDGET = 4
-"""Number of choices to compile for a number of microbatches with which the choice that keeps nothing is too large. The
-compiler sometimes finds a smaller program for a choice that keeps a value."""
-_MAX_DECISIONS = 10
+_MAX_DECISIONS = 8
 """With more names, those that save the fewest FLOPs for each byte are recomputed."""
+_LEAST_PROBE, _SPREAD = 0.965, 0.02
+"""A probe states at least this share of the bytes that it should (see `probe_step`), and the spread between choices of
+one step once a whole compilation has calibrated the probes."""
+_LEAST_SLACK = 0.02
+"""The slack is at least this share of the bytes that were compiled, for steps without named values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The part of a choice that the caller's step implements; layer inputs are moved by `Remat` if there is a stack."""
+
+    num_microbatches: int = 1
+    optimizer: Memory = "device"
+    """Memory of the optimizer state between steps."""
+    parameters: Memory = "device"
+    """Memory of frozen layers between uses."""
+    layer_inputs: Memory = "device"
+    """Memory of the layers' inputs until the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A step whose use of memory is to be chosen."""
 
-    job: Callable[[int], Job]
-    """Returns the step with a number of microbatches; its arguments are shapes."""
-    microbatches: Sequence[int]
-    """The numbers of microbatches that may be chosen."""
+    job: Callable[[Placement], Job]
+    """Returns the step with a placement; its arguments are shapes."""
+    placements: Sequence[Placement]
+    """The placements that may be chosen. They are sorted by time, so their order has no effect."""
     target: Target
     """The hardware to compile for."""
     budget_bytes: int
     """Bytes that the step may use on one device."""
+    has_stack: bool = True
+    """Whether the loss runs a `lowtide.core.LayerStack`. Without one, only placements are chosen."""
+    allows_exposed_copies: bool = False
+    """Whether copies to and from the host may take longer than the passes that hide them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    kept: frozenset[int]
-    """Positions of the decisions whose values are kept."""
-    num_microbatches: int
-    kept_bytes: int
-    seconds: tuple[float, float]
+    placement: Placement
+    layers_per_remat: int
+    actions: tuple[Action, ...]
+    """The action of each measured decision."""
 
 
 def search(problem: Problem, *, on_compile: Callable[[Attempt], None] | None = None) -> Plan:
@@ -71,30 +95,63 @@ def search(problem: Problem, *, on_compile: Callable[[Attempt], None] | None = N
         The plan.
 
     Raises:
-        ConfigError: when the loss runs no `LayerStack.hidden`.
+        ConfigError: when the loss runs no `LayerStack.hidden`, or no placement is given.
         OutOfMemoryError: when no choice fits.
 
     Memory:
-        About 16 compilations at most, one at a time.
+        One compilation at a time, `MAX_COMPILATIONS` and a few more in all. For a TPU, up to `MAX_PROBES` cheap ones.
     """
+    if not problem.placements:
+        raise ConfigError("a plan needs at least one placement", hint="pass [Placement()]")
     run = _Search(problem, on_compile)
-    for choice in run.choices():
-        if len(run.attempts) >= MAX_COMPILATIONS or run.lower_bound(choice) > problem.budget_bytes:
-            continue
-        if run.is_hopeless(choice.num_microbatches):
-            continue
-        if choice.kept and run.base(choice.num_microbatches) is None:
-            run.compile(run.base_choice(choice.num_microbatches))
-            if run.lower_bound(choice) > problem.budget_bytes:
-                continue
-        if run.compile(choice).device_bytes <= problem.budget_bytes:
+    choices = run.choices()
+    for choice in choices:
+        if run.is_exhausted:
+            break
+        if run.may_fit(choice) and run.compile(choice).device_bytes <= problem.budget_bytes:
             return run.plan(choice)
-    for number in problem.microbatches:
-        run.compile(run.base_choice(number))
-    fitting = [choice for choice, attempt in run.attempts.items() if attempt.device_bytes <= problem.budget_bytes]
+    fitting = [choice for choice, size in run.sizes.items() if size.device_bytes <= problem.budget_bytes]
+    if not fitting:
+        # The smallest choice, by the linear model; for the error, too.
+        smallest = min(choices, key=run.estimated_bytes)
+        if run.compile(smallest).device_bytes <= problem.budget_bytes:
+            fitting = [smallest]
     if fitting:
-        return run.plan(min(fitting, key=lambda choice: choice.seconds[1]))
+        return run.plan(min(fitting, key=lambda choice: run.seconds(choice)[1]))
     raise run.error()
+
+
+def search_formats(
+    problem: Callable[[tuple[str, ...]], Problem],
+    formats: Sequence[str],
+    allow: Sequence[str],
+    *,
+    on_compile: Callable[[Attempt], None] | None = None,
+) -> Plan:
+    """Search without formats; if nothing fits, search with the first allowed one, then with the first two, and so on.
+
+    Args:
+        problem: returns the problem with the given formats.
+        formats: all formats, in the order in which they are tried.
+        allow: the formats that may be used.
+        on_compile: as in `search`.
+
+    Raises:
+        ConfigError: as in `search`.
+        OutOfMemoryError: when no choice fits; the hint names formats that were not allowed.
+    """
+    allowed = [name for name in formats if name in allow]
+    for count in range(len(allowed) + 1):
+        used = tuple(allowed[:count])
+        try:
+            plan = search(problem(used), on_compile=on_compile)
+        except OutOfMemoryError as error:
+            last = error
+            continue
+        return dataclasses.replace(plan, formats=used)
+    others = [name for name in formats if name not in allowed]
+    hint = f"{last.hint}, or allow {' or '.join(others)}" if others else last.hint
+    raise OutOfMemoryError(last.message, got=last.got, hint=hint)
 
 
 class _Search:
@@ -102,108 +159,252 @@ class _Search:
 
     def __init__(self, problem: Problem, on_compile: Callable[[Attempt], None] | None) -> None:
         self._problem, self._on_compile = problem, on_compile
-        self._jobs = {number: problem.job(number) for number in problem.microbatches}
-        job = self._jobs.get(1) or problem.job(1)  # with more microbatches the loss is traced more than once
+        self._rates = rates(problem.target)
+        self.job = functools.cache(problem.job)
+        # With more microbatches, the loss is traced more than once.
+        first = min(problem.placements, key=lambda item: (_on_host(item), item.num_microbatches))
+        job = self.job(dataclasses.replace(first, num_microbatches=1))
         with jax.default_device(problem.target.devices()[0]):
-            self.measured = _limited(measure(job.fn, job.args, problem.target))
-        self.attempts: dict[_Choice, Attempt] = {}
-        self._argument_bytes = tree_bytes([leaf for leaf in jax.tree.leaves(job.args) if _is_on_device(leaf)])
-        self._slack = max((item.num_bytes for item in self.measured.decisions), default=0)
+            if problem.has_stack:
+                self.measured = _limited(measure(job.fn, job.args, problem.target))
+            else:
+                flops = jaxpr_flops(plain(jax.jit(job.fn).trace(*job.args).jaxpr))
+                self.measured = Measured((), flops, flops // 4)  # forward pass, recomputation, backward pass
+        self.sizes: dict[_Choice, Size] = {}
+        self.probes: dict[_Choice, int] = {}
+        self.attempts: list[Attempt] = []
+        self._can_probe = problem.target.platform == "tpu"
+        self._decision_bytes = [item.num_bytes for item in self.measured.decisions]
+        self._input_bytes = self.measured.input_bytes
 
-    def choices(self) -> Iterator[_Choice]:
-        """Return all choices, the fastest first; of equally fast choices, the one that keeps the fewest bytes."""
-        positions = range(len(self.measured.decisions))
-        sizes = range(len(positions) + 1)
-        subsets = [frozenset(subset) for size in sizes for subset in itertools.combinations(positions, size)]
-        choices = [self._choice(kept, number) for number in self._jobs for kept in subsets]
-        return iter(sorted(choices, key=lambda item: (item.seconds[1], item.num_microbatches, item.kept_bytes)))
+    @property
+    def is_exhausted(self) -> bool:
+        return len(self.sizes) >= MAX_COMPILATIONS or len(self.probes) >= MAX_PROBES
 
-    def base_choice(self, num_microbatches: int) -> _Choice:
-        return self._choice(frozenset(), num_microbatches)
+    # --- choices and their time ------------------------------------------------------------------------------------
 
-    def base(self, num_microbatches: int) -> Attempt | None:
-        """Return the compiled choice that keeps nothing, if there is one."""
-        return self.attempts.get(self.base_choice(num_microbatches))
+    def choices(self) -> list[_Choice]:
+        """Return all choices, the fastest first; of equally fast choices, the one with the least on the host."""
+        placements = sorted(set(self._problem.placements), key=lambda item: item.num_microbatches)
+        choices = [choice for placement in placements for choice in self._choices_of(placement)]
+        return sorted(choices, key=lambda item: (self.seconds(item)[1], _on_host(item.placement), self.estimated_bytes(item)))
 
-    def is_hopeless(self, num_microbatches: int) -> bool:
-        """Return whether the choice that keeps nothing is too large, and so are some others of this number."""
-        base = self.base(num_microbatches)
-        num_compiled = sum(choice.num_microbatches == num_microbatches for choice in self.attempts)
-        is_large = base is not None and base.device_bytes > self._problem.budget_bytes
-        return is_large and num_compiled >= _MAX_ABOVE_BUDGET
+    def _choices_of(self, placement: Placement) -> Iterator[_Choice]:
+        """Yield the choices of a placement; copies to the host stay within the forward pass that hides them."""
+        count = len(self.measured.decisions)
+        nothing: tuple[Action, ...] = ("recompute",) * count
+        is_whole = placement.parameters == "host" or not self._problem.has_stack
+        plain_actions: list[tuple[Action, ...]] = [nothing]
+        if not is_whole:
+            actions: tuple[Action, ...] = ("recompute", "keep", "host") if self._rates.link else ("recompute", "keep")
+            plain_actions = list(itertools.product(actions, repeat=count))
+        choices = [_Choice(placement, 1, item) for item in plain_actions]
+        if not is_whole and self.measured.layers_per_remat > 1:
+            choices.append(_Choice(placement, self.measured.layers_per_remat, nothing))
+        for choice in choices:
+            if self._problem.allows_exposed_copies or self._exposed(choice, only_values=True) == 0:
+                yield choice
 
-    def lower_bound(self, choice: _Choice) -> int:
-        """Return bytes that the choice needs at least, from what was compiled so far."""
-        slack = self._slack // choice.num_microbatches
-        base = self.base(choice.num_microbatches)
-        known = self._argument_bytes if base is None else base.device_bytes
-        bounds = [known + choice.kept_bytes - slack if choice.kept else known]
-        for other, attempt in self.attempts.items():
-            if other.num_microbatches == choice.num_microbatches and other.kept < choice.kept:
-                bounds.append(attempt.device_bytes - slack)
-        return max(bounds)
+    @functools.cache  # noqa: B019 (a search is short)
+    def seconds(self, choice: _Choice) -> tuple[float, float]:
+        """Return the estimated time of a step, with and without overlap of operations and memory traffic."""
+        placement = choice.placement
+        weights, state = self._weight_bytes(placement)
+        kept = sum(self._bytes_of(choice, "keep"))
+        traffic = 2 * kept + _WEIGHT_READS * placement.num_microbatches * weights + 2 * state
+        return self._rates.seconds(self.flops(choice), traffic, self._exposed(choice))
 
-    def compile(self, choice: _Choice) -> Attempt:
+    def flops(self, choice: _Choice) -> int:
+        items = zip(self.measured.decisions, choice.actions, strict=True)
+        saved = sum(item.flops for item, action in items if action != "recompute")
+        return self.measured.flops - saved + (self.measured.group_flops if choice.layers_per_remat > 1 else 0)
+
+    def _exposed(self, choice: _Choice, *, only_values: bool = False) -> float:
+        """Return seconds of host copies that no pass hides; with `only_values`, those of values of the layers."""
+        forward = self.measured.recomputed_flops
+        backward = self.flops(choice) - forward
+        moved = sum(self._bytes_of(choice, "host"))
+        if choice.placement.layer_inputs == "host":
+            moved += self._live_inputs(choice, "device")
+        exposed = self._rates.exposed_seconds
+        if only_values:
+            return exposed(moved, forward) + exposed(moved, backward) if moved else 0.0
+        layers = self._hosted_layer_bytes(choice.placement) * choice.placement.num_microbatches
+        # The link carries both directions at once. Layers are read in both passes.
+        seconds = exposed(max(moved, layers), forward) + exposed(moved + layers, backward)
+        return seconds + exposed(self._hosted_state_bytes(choice.placement), 0)
+
+    # --- bytes -------------------------------------------------------------------------------------------------------
+
+    def estimated_bytes(self, choice: _Choice) -> float:
+        """Return the bytes of a choice by a linear model: arguments, values and layer inputs."""
+        return self._argument_bytes(choice.placement) + sum(self._components(choice))
+
+    def may_fit(self, choice: _Choice) -> bool:
+        """Return False if a bound, or a cheap compilation, says that a choice exceeds the budget."""
+        budget = self._problem.budget_bytes
+        if self._lower_bound(choice) > budget:
+            return False
+        if choice not in self.sizes and self._can_probe:
+            estimate = probe_step(self.job(choice.placement), self._hidden(choice), self._problem.target)
+            if estimate is None:
+                self._can_probe = False
+                return True
+            self.probes[choice] = estimate
+            return self._least_bytes(choice) <= budget
+        return True
+
+    def _least_bytes(self, choice: _Choice) -> float:
+        """Return the bytes that a choice needs at least, from its own compilation: exact, or a probe."""
+        if choice in self.sizes:
+            return self.sizes[choice].device_bytes
+        ratios = [size.device_bytes / self.probes[other] for other, size in self.sizes.items() if other in self.probes]
+        least = min(ratios, default=_LEAST_PROBE + _SPREAD) - _SPREAD
+        return self.probes[choice] * max(least, _LEAST_PROBE)
+
+    def _lower_bound(self, choice: _Choice) -> float:
+        components, arguments = self._components(choice), self._argument_bytes(choice.placement)
+        number = choice.placement.num_microbatches
+        largest = max(self._decision_bytes, default=0)
+        bound = arguments + sum(components) - largest / number
+        for other in {*self.sizes, *self.probes}:
+            other_bytes = self._least_bytes(other)
+            other_parts, other_number = self._components(other), other.placement.num_microbatches
+            removed = sum(max(old - new, 0) for old, new in zip(other_parts, components, strict=True))
+            removed += max(self._argument_bytes(other.placement) - arguments, 0)
+            if number > other_number:  # all activations shrink with the rows of a microbatch
+                rest = other_bytes - self._argument_bytes(other.placement) - sum(other_parts)
+                removed += max(rest, 0) * (1 - other_number / number)
+            slack = max(largest / min(number, other_number), _LEAST_SLACK * other_bytes)
+            bound = max(bound, other_bytes - removed - slack)
+        return bound
+
+    def _components(self, choice: _Choice) -> list[float]:
+        """Return the device bytes of each named value, and of layer inputs, at the end of the forward pass."""
+        number = choice.placement.num_microbatches
+        inputs = self._live_inputs(choice, choice.placement.layer_inputs)
+        return [value / number for value in [*self._bytes_of(choice, "keep"), inputs]]
+
+    def _live_inputs(self, choice: _Choice, memory: Memory) -> float:
+        """Return the bytes of layer inputs of a whole batch that are live with their place in `memory`."""
+        if memory == "host" or not self.measured.num_layers:
+            return 0
+        groups = -(-self.measured.num_layers // choice.layers_per_remat)
+        return self._input_bytes * groups / self.measured.num_layers
+
+    def _bytes_of(self, choice: _Choice, action: Action) -> list[int]:
+        return [
+            num_bytes if chosen == action else 0
+            for num_bytes, chosen in zip(self._decision_bytes, choice.actions, strict=True)
+        ]
+
+    @functools.cache  # noqa: B019
+    def _argument_bytes(self, placement: Placement) -> int:
+        return tree_bytes([leaf for leaf in jax.tree.leaves(self.job(placement).args) if _is_on_device(leaf)])
+
+    @functools.cache  # noqa: B019
+    def _weight_bytes(self, placement: Placement) -> tuple[int, int]:
+        """Return the bytes of arguments that each microbatch reads, and of those that each step reads once."""
+        job = self.job(placement)
+        total, position = tree_bytes(job.args), (job.roles or {}).get("optimizer")
+        state = tree_bytes(job.args[position]) if isinstance(position, int) else 0
+        return total - state, state
+
+    @functools.cache  # noqa: B019
+    def _hosted_layer_bytes(self, placement: Placement) -> int:
+        leaves = jax.tree.leaves(self.job(placement).args) if placement.parameters == "host" else []
+        hosted = tree_bytes([leaf for leaf in leaves if not _is_on_device(leaf)])
+        return max(hosted - self._hosted_state_bytes(placement), 0)
+
+    @functools.cache  # noqa: B019
+    def _hosted_state_bytes(self, placement: Placement) -> int:
+        position = (self.job(placement).roles or {}).get("optimizer")
+        if placement.optimizer == "device" or not isinstance(position, int):
+            return 0
+        leaves = jax.tree.leaves(self.job(placement).args[position])
+        return tree_bytes([leaf for leaf in leaves if not _is_on_device(leaf)])
+
+    # --- compilation -------------------------------------------------------------------------------------------------
+
+    def compile(self, choice: _Choice) -> Size:
         """Compile a choice, or return what an earlier compilation gave."""
-        if choice not in self.attempts:
-            job = self._jobs[choice.num_microbatches]
-            hidden = self.plan(choice, compiled=False).hidden
-            # As in a trainer, arguments that the step does not read stay on the device.
-            step = jax.jit(planned(job.fn, hidden), donate_argnums=job.donate_argnums, keep_unused=True)
-            report = dataclasses.replace(job, fn=step, donate_argnums=None).analyze(self._problem.target)
-            labels = tuple(self.measured.decisions[position].label for position in sorted(choice.kept))
-            sizes = report.device_bytes, report.host_bytes
-            attempt = Attempt(labels, choice.num_microbatches, choice.seconds[1], *sizes)
-            self.attempts[choice] = attempt
+        if choice not in self.sizes:
+            size = compile_step(self.job(choice.placement), self._hidden(choice), self._problem.target)
+            self.sizes[choice] = size
+            self.attempts.append(self._attempt(choice, size))
             if self._on_compile is not None:
-                self._on_compile(attempt)
-        return self.attempts[choice]
+                self._on_compile(self.attempts[-1])
+        return self.sizes[choice]
 
-    def plan(self, choice: _Choice, *, compiled: bool = True) -> Plan:
-        scale = 1 / choice.num_microbatches
-        decisions = tuple(
-            dataclasses.replace(
-                item, action="keep" if position in choice.kept else "recompute", num_bytes=int(item.num_bytes * scale)
-            )
-            for position, item in enumerate(self.measured.decisions)
+    def _hidden(self, choice: _Choice) -> Remat | None:
+        if not self._problem.has_stack:
+            return None
+        return remat(self._decisions(choice), choice.placement.layer_inputs, choice.layers_per_remat)
+
+    def _decisions(self, choice: _Choice) -> tuple[Decision, ...]:
+        number = choice.placement.num_microbatches
+        return tuple(
+            dataclasses.replace(item, action=action, num_bytes=item.num_bytes // number)
+            for item, action in zip(self.measured.decisions, choice.actions, strict=True)
         )
-        attempt = self.attempts[choice] if compiled else Attempt((), 0, 0.0, 0, 0)
+
+    def _attempt(self, choice: _Choice, size: Size) -> Attempt:
+        return Attempt(
+            label=_label(self._decisions(choice), choice),
+            num_microbatches=choice.placement.num_microbatches,
+            seconds=self.seconds(choice)[1],
+            device_bytes=size.device_bytes,
+            host_bytes=size.host_bytes,
+        )
+
+    def plan(self, choice: _Choice) -> Plan:
+        size, placement = self.sizes[choice], choice.placement
         return Plan(
             target=self._problem.target.name,
             budget_bytes=self._problem.budget_bytes,
-            num_microbatches=choice.num_microbatches,
-            decisions=decisions,
-            tagged=self.measured.tagged,
-            device_bytes=attempt.device_bytes,
-            host_bytes=attempt.host_bytes,
-            flops=self._flops(choice.kept),
-            seconds=choice.seconds,
-            attempts=tuple(self.attempts.values()),
+            num_microbatches=placement.num_microbatches,
+            decisions=self._decisions(choice),
+            layer_inputs=placement.layer_inputs,
+            layers_per_remat=choice.layers_per_remat,
+            optimizer=placement.optimizer,
+            parameters=placement.parameters,
+            has_stack=self._problem.has_stack,
+            device_bytes=size.device_bytes,
+            host_bytes=size.host_bytes,
+            flops=self.flops(choice),
+            seconds=self.seconds(choice),
+            other_choice=self._choice_by_other_bound(choice),
+            owners=size.owners,
+            attempts=tuple(self.attempts),
         )
 
+    def _choice_by_other_bound(self, choice: _Choice) -> str | None:
+        """Return the compiled choice that fits and is faster if memory traffic overlaps with operations, or None."""
+        budget = self._problem.budget_bytes
+        fitting = [other for other, size in self.sizes.items() if size.device_bytes <= budget]
+        best = min(fitting, key=lambda other: (self.seconds(other)[0], other != choice))
+        return None if best == choice else _label(self._decisions(best), best)
+
     def error(self) -> OutOfMemoryError:
-        smallest = min(self.attempts.values(), key=lambda item: item.device_bytes, default=None)
+        smallest = min(self.attempts, key=lambda item: item.device_bytes)
         budget = format_bytes(self._problem.budget_bytes)
-        if smallest is None:
-            got = f"{format_bytes(self._argument_bytes)} of weights, optimizer state and batch"
-        else:
-            parts = f"microbatches: {smallest.num_microbatches}, {smallest.label}"
-            got = f"{format_bytes(smallest.device_bytes)} with {parts} (compiled)"
-        hint = "use a smaller batch, quantise frozen weights, or move optimizer state or layers to the host"
-        problem = f"no choice fits the budget of {budget} on {self._problem.target.name}"
-        return OutOfMemoryError(problem, got=got, hint=hint)
+        parts = f"microbatches: {smallest.num_microbatches}, {smallest.label}"
+        return OutOfMemoryError(
+            f"no choice fits the budget of {budget} on {self._problem.target.name}",
+            got=f"{format_bytes(smallest.device_bytes)} with {parts} (compiled)",
+            hint="use a smaller batch, shorter sequences or quantised weights",
+        )
 
-    def _choice(self, kept: frozenset[int], num_microbatches: int) -> _Choice:
-        kept_bytes = sum(self.measured.decisions[position].num_bytes for position in kept)
-        traffic = 2 * kept_bytes + _WEIGHT_READS * num_microbatches * self._argument_bytes
-        target = self._problem.target
-        compute = self._flops(kept) / (target.flops or _DEFAULT_FLOPS)
-        transfer = traffic / (target.hbm_bandwidth or _DEFAULT_BANDWIDTH)
-        seconds = max(compute, transfer), compute + transfer
-        return _Choice(kept, num_microbatches, kept_bytes // num_microbatches, seconds)
 
-    def _flops(self, kept: frozenset[int]) -> int:
-        return self.measured.flops - sum(self.measured.decisions[position].flops for position in kept)
+def _label(decisions: Sequence[Decision], choice: _Choice) -> str:
+    placement = choice.placement
+    on_host = [name for name in ("optimizer", "parameters", "layer_inputs") if getattr(placement, name) == "host"]
+    on_host += [item.label for item in decisions if item.action == "host"]
+    kept = [item.label for item in decisions if item.action == "keep"]
+    parts = ["keep " + ", ".join(kept)] if kept else ["recompute all"] if decisions else []
+    parts += [f"on the host: {', '.join(on_host).replace('layer_inputs', 'layer inputs')}"] if on_host else []
+    parts += [f"groups of {choice.layers_per_remat} layers"] if choice.layers_per_remat > 1 else []
+    return "; ".join(parts) or "all on the device"
 
 
 def _limited(measured: Measured) -> Measured:
@@ -215,6 +416,10 @@ def _limited(measured: Measured) -> Measured:
 
 def _flops_per_byte(decision: Decision) -> float:
     return decision.flops / max(decision.num_bytes, 1)
+
+
+def _on_host(placement: Placement) -> int:
+    return [placement.optimizer, placement.parameters, placement.layer_inputs].count("host")
 
 
 def _is_on_device(leaf: Any) -> bool:

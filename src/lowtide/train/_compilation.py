@@ -50,7 +50,8 @@ from ..memory import (
 )
 from ..offload import state_shardings
 from ..pipeline import StageReport
-from ..planning import Plan, planned
+from ..planning import Plan, executable_of, planned
+from ..targets import resolve_target
 from ._events import user_stacklevel
 from ._pipeline_step import PipelineStep
 from ._signals import delay_signals
@@ -119,7 +120,8 @@ class CompiledStep:
             state = self._arguments(None)[: len(DONATED)]
             # On an abstract mesh, the program runs on the devices of its arguments. `memory` may move them to a target.
             places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), state), abstract(self._sharding.replicated())
-        fn = flat_step(step) if self._plan is None else planned(flat_step(step), self._plan.hidden)
+        has_decisions = self._plan is not None and self._plan.has_stack
+        fn = planned(flat_step(step), self._plan.hidden) if has_decisions else flat_step(step)
         return jax.jit(fn, donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
@@ -212,7 +214,9 @@ class CompiledStep:
             lowered = self._jitted(step).lower(*self._arguments(batch))
             self._processes.agree_on_program(lowered)
             try:
-                program: Any = lowered.compile()
+                # A plan for this machine has compiled this program already.
+                program: Any = self._plan and executable_of(lowered, resolve_target(None))
+                program = program or lowered.compile()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

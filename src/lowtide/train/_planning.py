@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import optax
 
+from .. import offload
 from ..core import (
     ConfigError,
     LayerStack,
+    LowtideError,
     Selector,
     StructureError,
     Tree,
+    check_choice,
     check_integer,
     check_type,
+    leaves_with_paths,
     memory_space,
     parse_bytes,
+    partition,
     shown,
+    split_static,
 )
 from ..memory import Job
-from ..planning import Attempt, Plan, Problem, search
+from ..optim import low_precision
+from ..planning import Attempt, Memory, Placement, Plan, Problem, runs_stack, search_formats
 from ..targets import Target, resolve_target
 from ._compilation import step_job
 from ._step import LossFn
+
+Allowed = Literal["8bit_state", "exposed_copies"]
 
 
 def plan(
@@ -36,14 +47,20 @@ def plan(
     wrt: Selector,
     budget: int | str | None = None,
     target: Target | str | None = None,
+    allow: Sequence[Allowed] = (),
     weight: Callable[[Tree], Any] | None = None,
     num_microbatches: Sequence[int] | None = None,
     on_compile: Callable[[Attempt], None] | None = None,
 ) -> Plan:
-    """Choose what a step keeps of each layer, and its microbatches: the fastest step that fits a budget.
+    """Choose how a step uses memory: the fastest step that fits a budget.
 
-    The step is that of ``Trainer(model, loss_fn, tx, wrt=wrt, plan=plan)``. Its loss must run a `LayerStack`. FLOPs are
-    counted in its jaxpr, times are estimated from the figures of the target's catalogue, and bytes are compiled.
+    The step is that of ``Trainer(model, loss_fn, tx, wrt=wrt, plan=plan)``. The plan chooses which named values of each
+    layer are kept, recomputed or moved to the host; groups of layers; the memory of layer inputs, frozen layers and
+    optimizer state; and the number of microbatches. For a loss that runs no `LayerStack`, it chooses the last two. FLOPs
+    are counted in the jaxpr of the step, times are estimated (`Plan.seconds`), and bytes are compiled.
+
+    Host memory is used only if the speed of the link is known (`Target.host_link_bandwidth`). Values and inputs of
+    layers move only if the forward pass hides the copies; on GPUs none is hidden.
 
     With microbatches, the loss is the weighted mean of the losses of the microbatches. Without `weight`, it differs
     from the loss of the whole batch if rows have different numbers of targets. So does a loss that mixes rows, such as
@@ -58,6 +75,8 @@ def plan(
         wrt: selects the trainable leaves.
         budget: bytes that the step may use on one device, such as ``"14 GiB"``; None for all usable bytes.
         target: hardware to compile for; None for the hardware at hand.
+        allow: what a plan may use if nothing else fits. ``"8bit_state"`` keeps optimizer state in 8 bits
+            (`lowtide.optim.low_precision`). ``"exposed_copies"`` allows copies of values that no computation hides.
         weight: function of a batch that returns its weight, as in `Trainer`.
         num_microbatches: numbers of microbatches that may be chosen; None for all divisors of the batch's rows.
         on_compile: called after each compilation with the choice and its bytes.
@@ -66,14 +85,14 @@ def plan(
         The plan. Pass it to ``Trainer(plan=...)``.
 
     Raises:
-        ConfigError: for a budget that is not a size; without `budget` on a target whose memory is unknown; for a loss
-            that runs no `LayerStack`; for a model without ``stack`` and no `loss_fn`.
-        OutOfMemoryError: when no choice fits the budget.
+        ConfigError: for a budget that is not a size; without `budget` on a target whose memory is unknown; for a model
+            without ``stack`` and no `loss_fn`; for an unknown word in `allow`.
+        OutOfMemoryError: when no choice fits the budget; it names the smallest choice, and words for `allow`.
         SelectionError: when `wrt` selects nothing, or a leaf that cannot be differentiated.
         TargetError: for an unknown target, or one whose compiler is not installed.
 
     Memory:
-        The host holds one compilation at a time, at most 16 in all. Nothing is allocated on the target.
+        The host holds one compilation at a time, at most 17 whole ones in all. Nothing is allocated on the target.
     """
     goal = resolve_target(target)
     budget_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
@@ -82,29 +101,99 @@ def plan(
     if budget_bytes is None:
         raise ConfigError(f"the memory of {goal.name} is unknown", hint='pass budget="14 GiB"')
     check_integer("budget", budget_bytes, hint='budget="14 GiB", or None for all usable bytes')
+    check_type("allow", allow, (list, tuple, set, frozenset), 'a list of words, such as ["8bit_state"]')
+    for word in allow:
+        check_choice("a word in allow", word, get_args(Allowed))
     loss = _loss_of(model, loss_fn)
+    split: dict[str, Any] = {"weight": weight}
+
+    def step(placement: Placement, formats: Sequence[str]) -> Job:
+        placed = model if placement.parameters == "device" else offload.to_host(model, _select_layers(model, wrt))
+        arguments = placed, loss, planned_tx(tx, placement.optimizer, formats), wrt, batch
+        job = step_job(*arguments, **split, num_microbatches=placement.num_microbatches)
+        if _has_host_leaf(job.args[1]):  # then a step cannot drop its update
+            return job
+        return step_job(*arguments, **split, num_microbatches=placement.num_microbatches, drops_updates=True)
+
+    numbers = _numbers_of(batch, num_microbatches)
+    # Compile-only GPUs have no host memory.
+    has_host = bool(goal.host_link_bandwidth) and not (goal.platform == "gpu" and goal.is_ahead_of_time)
+    both: tuple[Memory, ...] = ("device", "host") if has_host else ("device",)
+    memories = {"optimizer": both, "parameters": both, "layer_inputs": both}
+    for name in ("optimizer", "parameters"):
+        if has_host and not _can_move(step, name, goal):
+            memories[name] = ("device",)
+    names = "num_microbatches", *memories
+    placements = [Placement(**dict(zip(names, item, strict=True))) for item in itertools.product(numbers, *memories.values())]
+
+    def problem(formats: Sequence[str]) -> Problem:
+        return Problem(
+            job=lambda placement: step(placement, formats),
+            placements=placements,
+            target=goal,
+            budget_bytes=budget_bytes,
+            has_stack=runs_stack(step(placements[0], ()), goal),
+            allows_exposed_copies="exposed_copies" in formats,
+        )
+
+    return search_formats(problem, get_args(Allowed), allow, on_compile=on_compile)
+
+
+def planned_tx(
+    tx: optax.GradientTransformation, memory: Memory, formats: Sequence[str]
+) -> optax.GradientTransformation:
+    """Return the optimizer with its state in the memory and the format that a plan has chosen."""
+    if "8bit_state" in formats:
+        tx = low_precision(tx, "8bit")
+    return offload.optimizer(tx) if memory == "host" else tx
+
+
+def placed_layers(model: Tree, wrt: Selector) -> Tree:
+    """Return the model with its frozen layers in host memory."""
+    return offload.to_host(model, _select_layers(model, wrt))
+
+
+def _select_layers(model: Tree, wrt: Selector) -> Callable[[str, Any], bool]:
+    """Return a predicate for frozen leaves below a key ``layers``, without vectors, which a TPU cannot slice."""
+    frozen = {path for path, _ in leaves_with_paths(partition(split_static(model)[0], wrt)[1])}
+    return lambda path, leaf: path in frozen and "layers" in path.split("/") and leaf.ndim >= 3
+
+
+def _can_move(step: Callable[[Placement, Sequence[str]], Job], name: str, goal: Target) -> bool:
+    """Return whether the optimizer state or the frozen layers are on the device, and can be moved to the host."""
+    position = 1 if name == "optimizer" else 4
+    if _has_host_leaf(step(Placement(), ()).args[position]):
+        return False
+    # No leaf can be moved, or the loss reads frozen layers outside of a stack.
+    with contextlib.suppress(LowtideError, ValueError):
+        job = step(Placement(**{name: "host"}), ())
+        return _has_host_leaf(job.args[position]) and (runs_stack(job, goal) or name == "optimizer")
+    return False
+
+
+def _has_host_leaf(tree: Tree) -> bool:
+    return any(memory_space(leaf) == jax.memory.Space.Host for leaf in jax.tree.leaves(tree))
+
+
+def _numbers_of(batch: Tree, num_microbatches: Sequence[int] | None) -> list[int]:
+    """Return the numbers of microbatches that may be chosen; raise for numbers that do not divide the batch's rows."""
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())}
     if len(rows) != 1:
         got = f"leading axes {sorted(rows)}" if rows else "no array"
         raise StructureError("the leaves of a batch must have the same number of rows", got=got)
     (num_rows,) = rows
+    if not all(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)):
+        return [1]  # a scalar cannot be split
     numbers = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
-    if num_microbatches is not None:
-        check_type("num_microbatches", num_microbatches, (list, tuple, range), "a list of numbers, such as [1, 2]")
-        if not num_microbatches:
-            raise ConfigError("num_microbatches is empty", hint=f"use some of {numbers}")
-        if wrong := [n for n in num_microbatches if n not in numbers]:
-            problem = f"num_microbatches has {shown(wrong[0])}, which does not divide the {num_rows} rows of the batch"
-            raise ConfigError(problem, hint=f"use some of {numbers}")
-        numbers = sorted(set(num_microbatches))
-
-    def job(number: int) -> Job:
-        job = step_job(model, loss, tx, wrt, batch, num_microbatches=number, weight=weight)
-        if any(memory_space(leaf) == jax.memory.Space.Host for leaf in jax.tree.leaves(job.args[1])):
-            return job
-        return step_job(model, loss, tx, wrt, batch, num_microbatches=number, weight=weight, drops_updates=True)
-
-    return search(Problem(job, numbers, goal, budget_bytes), on_compile=on_compile)
+    if num_microbatches is None:
+        return numbers
+    check_type("num_microbatches", num_microbatches, (list, tuple, range), "a list of numbers, such as [1, 2]")
+    if not num_microbatches:
+        raise ConfigError("num_microbatches is empty", hint=f"use some of {numbers}")
+    if wrong := [n for n in num_microbatches if n not in numbers]:
+        problem = f"num_microbatches has {shown(wrong[0])}, which does not divide the {num_rows} rows of the batch"
+        raise ConfigError(problem, hint=f"use some of {numbers}")
+    return sorted(set(num_microbatches))
 
 
 def _loss_of(model: Tree, loss_fn: LossFn | LayerStack | None) -> LossFn:

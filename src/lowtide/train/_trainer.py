@@ -50,6 +50,7 @@ from ._events import Event, Record
 from ._loop import FitOptions, Run, Session
 from ._nan_policy import NonFinitePolicy, OnNan
 from ._pipeline_step import PipelineStep, make_pipeline
+from ._planning import placed_layers, planned_tx
 from ._state import TrainStateStore
 from ._step import LayerStep, LossFn, Pytree, TrainingStep, TrainState, WholeStep, accepted_keywords
 from .checkpoint import Snapshots, open_checkpoints, require_checkpoints
@@ -185,6 +186,8 @@ class Trainer:
         if plan is not None:
             num_microbatches = _microbatches_of(plan, num_microbatches, tx, pipeline, compute_dtype, sharding)
             budget = plan.budget_bytes if budget is None else budget
+            tx = planned_tx(tx, plan.optimizer, plan.formats)  # pyright: ignore[reportArgumentType]
+            model = placed_layers(model, "**" if wrt is None else wrt) if plan.parameters == "host" else model
         step, weight, sharding, num_microbatches = _choose_step(
             model, loss_fn, tx, wrt, mutable, num_microbatches, weight, compute_dtype, seed, sharding, pipeline
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,46 @@ def diff_png(difference: DiffFacts) -> bytes:
             axes.set_title(f"{name}: {format_bytes(report.device_bytes)}", loc="left", fontsize=11, color=_MUTED)
         _draw_changes(figure.add_subplot(grid[:, 1]), difference)
         _legend(figure, [role for role in role_order(before, after) if role in roles], role_styles)
+        return _save(figure)
+
+
+def frontier_png(
+    title: str, points: Sequence[tuple[int, float]], labels: Sequence[str], budget: int, frontier: Sequence[int]
+) -> bytes:
+    """Draw the choices of a plan as a PNG of 1600×900: estimated time against bytes, and a numbered list.
+
+    `points` are (bytes, seconds) of each choice, `labels` say what it is, and `frontier` are the bytes of the choices
+    that no other one dominates.
+    """
+    mpl = _matplotlib()
+    with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
+        figure, grid = _figure(title, "compiled bytes on one device, estimated time of a step", num_rows=1)
+        axes: Any = figure.add_subplot(grid[0])
+        top = max(budget, *(num_bytes for num_bytes, _ in points))
+        best = sorted(point for point in points if point[0] in frontier)
+        axes.step(*zip(*best, strict=True), where="post", color=_MUTED, linewidth=1)
+        for number, (num_bytes, seconds) in enumerate(points, start=1):
+            color = "#12805c" if num_bytes <= budget else "#c2410c"
+            axes.plot([num_bytes], [seconds], "o", color=color, markersize=9)
+            offset = {"xytext": (7, 5), "textcoords": "offset points"}
+            axes.annotate(str(number), (num_bytes, seconds), fontweight="bold", **offset)
+        axes.axvline(budget, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
+        axes.set_xlim(0, top * 1.1)
+        ticks = byte_ticks(top)
+        axes.set_xticks(ticks, [format_bytes(tick).replace(".00 ", " ") if tick else "0" for tick in ticks])
+        axes.set_ylim(0, max(seconds for _, seconds in points) * 1.12)
+        axes.set_xlabel(f"bytes on the device; the dashed line is the budget of {format_bytes(budget)}", color=_MUTED)
+        axes.set_ylabel("estimated seconds of a step", color=_MUTED)
+        axes.grid(color=_GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        listing: Any = figure.add_subplot(grid[1])
+        listing.axis("off")
+        rows = zip(points, labels, strict=True)
+        for number, ((num_bytes, seconds), label) in enumerate(rows, start=1):
+            color = "#12805c" if num_bytes <= budget else "#c2410c"
+            text = f"{number}  {format_bytes(num_bytes)}, {seconds:.3g} s: {shorten(label, 76)}"
+            listing.text(-0.45, 1 - 0.055 * number, text, fontsize=10, color=color)
         return _save(figure)
 
 
