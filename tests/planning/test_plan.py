@@ -64,9 +64,7 @@ def test_the_search_finds_the_best_of_all_choices_at_every_budget(monkeypatch: p
     loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch)  # noqa: E731
     placements = [Placement(1), Placement(2)]
     jobs = {
-        placement: step_job(
-            parameters(), loss, TX, "**", batch_of(1024), num_microbatches=placement.num_microbatches
-        )
+        placement: step_job(parameters(), loss, TX, "**", batch_of(1024), num_microbatches=placement.num_microbatches)
         for placement in placements
     }
     compiled: dict[Any, Any] = {}
@@ -209,7 +207,7 @@ def test_a_loss_without_a_stack_gets_microbatches_and_placement() -> None:
     options: dict[str, Any] = {"loss_fn": loss, "wrt": "w", "target": target}
     whole = lt.plan(params, batch, TX, budget="1 GiB", **options)
     assert (whole.num_microbatches, whole.optimizer, whole.decisions) == (1, "device", ())
-    assert "no LayerStack" in str(whole)
+    assert "placement only" in str(whole)
     small = lt.plan(params, batch, TX, budget=whole.device_bytes // 2, **options)
     assert small.num_microbatches > 1 and small.device_bytes <= small.budget_bytes
     trainer = lt.Trainer(params, loss, TX, wrt="w", plan=small)
@@ -227,9 +225,7 @@ def test_two_stacks_with_different_names_are_planned_together() -> None:
         parts = (STACK, params["first"]), (other, params["second"])
         return sum(stack.apply(part["outer"], part["layers"], batch)[0] for stack, part in parts)
 
-    plan = lt.plan(
-        params, batch_of(64), TX, loss_fn=loss, wrt="**", budget="1 GiB", target="cpu", num_microbatches=[1]
-    )
+    plan = lt.plan(params, batch_of(64), TX, loss_fn=loss, wrt="**", budget="1 GiB", target="cpu", num_microbatches=[1])
     assert {item.label for item in plan.decisions} == {"up", "mid", "down", "wide"}
     lt.Trainer(jax.tree.map(jnp.copy, params), loss, TX, plan=plan).fit([batch_of(64)], num_steps=1)
     for part in ("first", "second"):  # a plan of one model does not fit another
@@ -239,15 +235,89 @@ def test_two_stacks_with_different_names_are_planned_together() -> None:
             trainer.fit([batch_of(64)], num_steps=1)
 
 
-@pytest.mark.slow
 def test_values_move_to_the_host_only_within_the_forward_pass() -> None:
-    for link, is_moved in (("20 GB/s", True), ("1 MB/s", False)):
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch)  # noqa: E731
+    job = step_job(parameters(), loss, TX, "**", batch_of(1024))
+    placements = [Placement(), Placement(layer_inputs="host")]
+    for link, allows, is_moved in (("20 GB/s", False, True), ("1 MB/s", False, False), ("1 MB/s", True, True)):
         target = lt.target("cpu", host_link_bandwidth=link)
-        options: dict[str, Any] = {"loss_fn": STACK, "wrt": "**", "target": target, "num_microbatches": [1]}
-        whole = lt.plan(parameters(), batch_of(1024), TX, budget="1 GiB", **options)
-        plan = lt.plan(parameters(), batch_of(1024), TX, budget=whole.device_bytes - 2**20, **options)
-        assert bool(plan.hidden.offload) == is_moved == (plan.host_bytes > 0)
-        trainer = lt.Trainer(parameters(), lambda p, b: STACK.apply(p["outer"], p["layers"], b), TX, plan=plan)
-        reference = lt.Trainer(parameters(), lambda p, b: STACK.apply(p["outer"], p["layers"], b), TX)
-        losses = [[record["loss"] for record in t.fit([batch_of(1024)] * 3, num_steps=3)] for t in (trainer, reference)]
-        np.testing.assert_allclose(*losses, rtol=1e-5)
+        run = searching._Search(Problem(lambda _: job, placements, target, 2**30, True, allows), None)
+        choices = run.choices()
+        assert any("host" in choice.actions for choice in choices) == is_moved
+        assert any(choice.placement.layer_inputs == "host" for choice in choices) == is_moved
+        kept = [choice for choice in choices if "host" not in choice.actions and choice.placement == placements[0]]
+        assert run.seconds(choices[0]) == run.seconds(kept[0])  # copies never make a step faster
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{"layer_inputs": "host"}, {"layers_per_remat": 2}, {"optimizer": "host"}, {"formats": ("8bit_state",)}]
+)
+@pytest.mark.filterwarnings("ignore:low_precision.*fewer than least_size")
+def test_every_choice_has_the_losses_of_the_step_without_a_plan(changes: dict[str, Any]) -> None:
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch)  # noqa: E731
+    plan = planned("1 GiB", rows=256, num_microbatches=[1])
+    action = "recompute" if "layers_per_remat" in changes else "host"
+    decisions = tuple(dataclasses.replace(item, action=action) for item in plan.decisions[:1])
+    plan = dataclasses.replace(plan, decisions=decisions, **changes)
+    losses: list[list[float]] = []
+    for options in ({}, {"plan": plan}):
+        trainer = lt.Trainer(parameters(), loss, TX, **options)
+        losses.append([record["loss"] for record in trainer.fit([batch_of(256)] * 3, num_steps=3)])
+        arguments = trainer._compiled._arguments(batch_of(256))
+        assert ("<host>" in str(trainer.step_fn.trace(*arguments).jaxpr)) == bool(options and action == "host")
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_an_out_of_memory_error_in_a_planned_run_makes_a_smaller_step(
+    is_alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowtide.train._compilation import CompiledStep
+
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch)  # noqa: E731
+    batches = [batch_of(256)] * 8
+    options: dict[str, Any] = {"num_microbatches": [1]}
+    plan = lt.plan(parameters(), batch_of(256), TX, loss_fn=STACK, wrt="**", budget="1 GiB", **options)
+    reference = lt.Trainer(parameters(), loss, TX, plan=plan)
+    reference.fit(batches, num_steps=8)
+    trainer = lt.Trainer(parameters(), loss, TX, plan=plan)
+    dispatch, failures = CompiledStep.dispatch, []
+
+    def fail_once(self: Any, batch: Any) -> Any:
+        if self._store.step == 5 and not failures:
+            failures.append(self)
+            if not is_alive:
+                jax.tree.map(lambda leaf: leaf.delete(), self._store.state)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.0MiB")
+        return dispatch(self, batch)
+
+    monkeypatch.setattr(CompiledStep, "dispatch", fail_once)
+    with pytest.warns(UserWarning, match="ran out of memory, so the step was planned again"):
+        records = trainer.fit(batches, num_steps=8)
+    assert failures and [record["step"] for record in records] == list(range(1, 9))
+    assert trainer.memory(batches[0]).device_bytes < plan.device_bytes
+    for got, expected in zip(jax.tree.leaves(trainer.model), jax.tree.leaves(reference.model), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+    failures.clear()  # a second error ends the run
+    trainer.step = 5
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        trainer.fit(batches, num_steps=8)
+
+
+def test_a_trainer_with_a_budget_plans_what_its_layers_keep() -> None:
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch, remat=True)  # noqa: E731
+    batch = batch_of(1024)
+    plain = lt.Trainer(parameters(), loss, TX)
+    least = plain.memory(batch).device_bytes
+    rich = lt.Trainer(parameters(), loss, TX, budget=10 * least)
+    assert rich.memory(batch).device_bytes > least  # it keeps values instead of computing them again
+    close = lt.Trainer(parameters(), loss, TX, budget=least + 2**21)
+    assert close.memory(batch).device_bytes <= least + 2**21
+    losses = [[r["loss"] for r in t.fit([batch] * 2, num_steps=2)] for t in (plain, rich, close)]
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+    rich.budget_bytes = least + 2**21
+    assert rich.memory(batch).device_bytes <= least + 2**21
+    small = lt.Trainer(parameters(), loss, TX, budget=2**16)
+    with pytest.raises(OutOfMemoryError, match="before its first step"):
+        small.preflight(batch)

@@ -23,11 +23,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError, LowtideError, OutOfMemoryError, format_bytes, parse_bytes
+from ..core import ConfigError, LowtideError, format_bytes
 from . import _config_flags, _data_report, _distributed
 from ._arguments import check_not_empty
 from ._output import print_labelled, progress_bar
+from ._plan import add_plan_arguments, plan_settings, read_budget
 
+_RESERVE = 0.03
+"""Share of a device's memory that a plan without --budget leaves free, for the allocator's fragmentation."""
 _CLIP_TEXTS = {
     "exact": "clipped by the exact norm of all gradients",
     "previous": "clipped by the norm of the previous step",
@@ -57,7 +60,15 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help='plan the fastest step that needs at most this device memory, such as "16 GiB" (default: off)',
+        help='plan the fastest step that needs at most this device memory, such as "16 GiB" (default: the memory of an '
+        "accelerator, less 3 %%; on a CPU nothing is planned)",
+    )
+    add_plan_arguments(parser)
+    parser.add_argument(
+        "--plan",
+        choices=("auto", "off"),
+        default="auto",
+        help="off: take the step of the settings, which recomputes each layer (default: auto)",
     )
     _config_flags.register(parser)
     _distributed.register(parser)
@@ -69,11 +80,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if args.report_only:
         return _report_only(args)
-    budget = None if args.budget is None else parse_bytes(args.budget)
-    if budget is not None and budget < 1:
-        raise ConfigError(
-            f"--budget must be a size above 0, not {args.budget!r}", hint='use for instance --budget "16 GiB"'
-        )
+    budget = read_budget(args)
     import jax
 
     from ..finetune import open_run, read_config
@@ -95,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
     interrupted = _remember_interrupts()
     try:
-        plan = None if budget is None else _plan(console, config, budget, sharding)
+        plan = _plan(console, config, budget, args, sharding)
         _finetune(console, config, out, interrupted, sharding, plan, compare=args.compare)
     except LowtideError:
         with contextlib.suppress(OSError):
@@ -207,33 +214,29 @@ def _next_command(job: Any) -> str:
     return f"{_program()} generate {shlex.join([*parts, *prompt_flags])}"
 
 
-def _plan(console: Console, config: Any, budget: int, sharding: Any) -> Any:
-    """Return the fastest step that fits the budget; None if only the settings of the run fit."""
-    from ..finetune import plan_within, within
+def _plan(console: Console, config: Any, budget: int | None, args: argparse.Namespace, sharding: Any) -> Any:
+    """Return the fastest step that fits the budget; None for the step of the settings."""
+    from ..targets import resolve_target
 
-    if sharding is not None:
-        raise ConfigError(
-            "--budget supports only runs on one device",
-            hint="leave --budget out; the printed plan states the bytes of each device",
-        )
+    is_explicit = budget is not None or args.target is not None or bool(args.allow)
+    obstacle = "--plan off" if args.plan == "off" else "several devices" if sharding is not None else None
+    if obstacle is not None and is_explicit:
+        hint = "leave it out" if sharding is None else "the printed plan states the bytes of each device"
+        raise ConfigError(f"--budget, --target and --allow plan a step, which excludes {obstacle}", hint=hint)
+    # A resumed run reads its plan from its folder.
+    if obstacle is not None or (args.resume and not is_explicit):
+        return None
+    target = resolve_target(args.target)
+    if not is_explicit and (not config.remat or config.layers_per_remat > 1):
+        return None
+    if budget is None:
+        if target.budget_bytes is None and is_explicit:
+            raise ConfigError(f"the memory of {target.name} is unknown", hint='give --budget "16 GiB"')
+        if target.budget_bytes is None:
+            return None
+        budget = int((1 - _RESERVE) * target.budget_bytes)
     with progress_bar(console) as progress:
-        task = progress.add_task("planning the step", total=None)
-
-        def show(attempt: Any) -> None:
-            text = f"{attempt.label}, microbatches: {attempt.num_microbatches}, {format_bytes(attempt.device_bytes)}"
-            progress.update(task, description=f"planning the step; compiled: {text}")
-
-        with contextlib.suppress(OutOfMemoryError):  # the error of `within` names settings that help
-            if (plan := plan_within(config, budget, on_compile=show)) is not None:
-                return plan
-
-        def show_flags(flags: str) -> None:
-            progress.update(task, description=f"estimating the bytes with {flags}")
-            console.print(f"  more than the budget: trying {flags}", soft_wrap=True)
-
-        line = within(config, budget, on_try=show_flags)
-    print_labelled(console, "budget", line, "bold")
-    return None
+        return plan_settings(progress, config, budget, target, args.allow or ())
 
 
 def _report_only(args: argparse.Namespace) -> int:

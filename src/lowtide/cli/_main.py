@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..core import LowtideError, shortened
-from . import _diff, _evaluate, _explain, _finetune, _fits, _generate, _inspect, _merge, _schedule, _targets
+from . import _diff, _evaluate, _explain, _finetune, _fits, _generate, _inspect, _merge, _plan, _schedule, _targets
 from ._load import UserCodeError
 from ._output import errors, print_error
 
@@ -40,7 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lowtide", description="Memory-efficient training for JAX.")
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (_finetune, _generate, _evaluate, _merge, _inspect, _explain, _fits, _diff, _schedule, _targets):
+    for module in (
+        _finetune,
+        _generate,
+        _evaluate,
+        _merge,
+        _inspect,
+        _explain,
+        _fits,
+        _plan,
+        _diff,
+        _schedule,
+        _targets,
+    ):
         module.register(commands)
     words = sys.argv[1:] if argv is None else [*argv]
     if words and words[0] in _FOREIGN_COMMANDS:

@@ -5,10 +5,10 @@ from ._base import EndTokens as EndTokens
 from ._base import load_end_tokens as load_end_tokens
 from ._base import open_base as open_base
 from ._base import write_merged as write_merged
+from ._budget import FORMATS as FORMATS
 from ._budget import Needs as Needs
 from ._budget import needs as needs
 from ._budget import plan_within as plan_within
-from ._budget import within as within
 from ._config import FinetuneConfig as FinetuneConfig
 from ._config import config_from_dict as config_from_dict
 from ._config import config_to_toml as config_to_toml

@@ -14,18 +14,18 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.ad_checkpoint import checkpoint_name
 
 from .. import models, offload, quant, train
 from ..adapters import lora
-from ..core import LayerStack, Tree, hidden_in_groups, leaves_with_paths, memory_space, recomputed, tree_bytes
+from ..core import LayerStack, Tree, hidden_pass, leaves_with_paths, memory_space, tree_bytes
 from ..memory import Job, Target
 from ..optim import low_precision
+from ..planning import Memory, Remat
 from ..targets import resolve_target
 from ._base import directory_of, dtypes, formats, open_base, refuse_for_model, training_dtype, with_implementation
 from ._config import LORA_VARIANTS, FinetuneConfig, config_from_dict, with_seq_len
@@ -38,7 +38,6 @@ WRT = "**/lora_*"
 """Glob of the trainable leaves of a model with adapters."""
 _NUM_EVA_BATCHES = 8
 """Number of training batches that EVA reads."""
-_INPUT = "block_input"
 
 
 def step_job(model: str | Path, *, target: Target | str | None = None, **settings: Any) -> Job:
@@ -244,7 +243,7 @@ def _loss_with_dropout(
 
 
 def loss(
-    model: models.Decoder, batch: Tree, *, remat: bool = True, layers_per_remat: int = 1, inputs: str = "device"
+    model: models.Decoder, batch: Tree, *, remat: bool = True, layers_per_remat: int = 1, inputs: Memory = "device"
 ) -> tuple[Any, Tree]:
     """Compute `lowtide.models.loss` for a model whose leaves may be in host memory.
 
@@ -253,10 +252,8 @@ def loss(
     With ``inputs="host"`` the kept inputs of blocks are on the host until the backward pass.
     """
     outer = _on_device(model.outer)
-    if inputs == "host" and not _on_host(model.layers) and layers_per_remat == 1:
-        return _offload_inputs(model.stack).apply(outer, model.layers, batch)
-    h = _hidden(model, outer, batch, remat=remat, layers_per_remat=layers_per_remat, inputs=inputs)
-    return model.stack.last(outer, h, batch)
+    settings = Remat(layer_inputs=inputs, layers_per_remat=layers_per_remat) if remat or inputs == "host" else None
+    return model.stack.last(outer, _hidden(model, outer, batch, settings), batch)
 
 
 def hidden(model: models.Decoder, batch: Tree) -> Any:
@@ -264,39 +261,14 @@ def hidden(model: models.Decoder, batch: Tree) -> Any:
 
     Text is sampled without a cache, so layers on the host are streamed once for each token.
     """
-    return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
+    return _hidden(model, _on_device(model.outer), batch, None)
 
 
-def _hidden(
-    model: models.Decoder, outer: Tree, batch: Tree, *, remat: bool, layers_per_remat: int = 1, inputs: Any
-) -> Any:
-    stack = model.stack
-    if not _on_host(model.layers):
-        if inputs == "host":
-            moves = _to_host, offload.to_device
-            return hidden_in_groups(stack, outer, model.layers, batch, layers_per_remat, moves)
-        return stack.hidden(outer, model.layers, batch, remat=remat, layers_per_remat=layers_per_remat)
-
-    def body(h: Any, layer: Tree) -> tuple[Any, None]:
-        return recomputed(stack.block)(layer, h, batch), None
-
-    return offload.scan(body, stack.first(outer, batch), model.layers, inputs=inputs)[0]
-
-
-def _offload_inputs(stack: LayerStack) -> LayerStack:
-    """Return the stack with blocks that offload their input to the host and recompute everything else."""
-
-    def block(layer: Tree, h: Any, batch: Tree) -> Any:
-        return recomputed(stack.block)(layer, checkpoint_name(h, _INPUT), batch)
-
-    # The stack scans over its blocks. XLA does not merge recomputation with the forward pass across two loops, so the
-    # barriers of `prevent_cse` would have no use.
-    return dataclasses.replace(stack, block=offload.checkpoint(block, offload=[_INPUT], prevent_cse=False))
-
-
-def _to_host(h: Tree) -> Tree:
-    """Move the inputs of a group of blocks to the host; keep integers, and vectors (a TPU cannot slice vectors)."""
-    return offload.to_host(h, lambda path, leaf: leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
+def _hidden(model: models.Decoder, outer: Tree, batch: Tree, remat: Remat | None) -> Any:
+    # A plan replaces `LayerStack.hidden`, and so the settings of the run.
+    if hidden_pass.value is not None or (remat is None and not _on_host(model.layers)):
+        return model.stack.hidden(outer, model.layers, batch)
+    return (remat or Remat()).hidden(model.stack, outer, model.layers, batch)
 
 
 def _on_host(tree: Tree) -> bool:
@@ -333,7 +305,7 @@ def _places(config: FinetuneConfig) -> dict[str, str]:
     return {name: "host" if is_on_host else "device" for name, is_on_host in on_host.items()}
 
 
-def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
+def inputs_place(config: FinetuneConfig) -> Memory:
     """Return the memory that holds the input of each block until the backward pass, in a step for adapters."""
     return "host" if "activations" in (config.offload or ()) else "device"
 

@@ -30,8 +30,8 @@ from ..pipeline import Pipeline, schedule, value_and_grad
 from ..planning import Plan
 from ..train import Callback, EarlyStopping, Record, Tracker, Trainer, analyze_naive
 from ._base import directory_of, load_end_tokens, read_auxiliary_files, tokenizer_folder, write_model
-from ._budget import plan_within
-from ._config import FinetuneConfig, config_to_toml, with_seq_len, with_steps
+from ._budget import plan_digest, plan_within, planned_config
+from ._config import FinetuneConfig, config_to_toml, with_steps
 from ._job import WRT, JobPlan, add_eva_adapter, hidden, inputs_place, is_weight, load_base, num_targets, optimizer
 from ._run_folder import (
     ADAPTER,
@@ -97,6 +97,10 @@ class Finetune:
         self._trackers = _trackers(config, self.out, self._with_rate)  # first, so that a missing package raises at once
         self.directory = directory_of(config)
         self.tokenizer_dir = tokenizer_folder(self.directory, config.tokenizer)
+        known = plan or (read_plan(self.out) if sharding is None else None)
+        run_config = config
+        if known is not None:
+            config = planned_config(config, known)
         self.base, self.tokenizer = load_base(config, self.directory, None if sharding is None else sharding.of)
         parts = JobPlan.make(config, self.base)  # before the data, whose preparation may take hours
         if not config.full:
@@ -107,18 +111,19 @@ class Finetune:
         options: dict[str, Any] = {"end_token": self.ends.text, "day": day, "on_progress": on_tokenise}
         options |= {"vocab_size": self.base.config.vocab_size, "context": self.base.config.max_position_embeddings}
         self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
-        planned_config = with_seq_len(config, self.base.config.max_position_embeddings)
-        config = dataclasses.replace(config, seq_len=self.data.seq_len)
-        self.plan = plan
+        run_config = dataclasses.replace(run_config, seq_len=self.data.seq_len)
+        self.plan = known
         """What the step keeps of each layer, and its number of microbatches; None for the step of the settings."""
-        old_plan = read_plan(self.out) if plan is None and sharding is None else None
-        # Settings, hardware and versions may have changed since a run began, so a resumed run plans again.
-        known = plan or old_plan
-        if known is not None and (known is old_plan or planned_config.seq_len != config.seq_len):
-            self.plan = plan_within(config, known.budget_bytes)
-        original_config, config = config, with_steps(config, self.data.num_train_sequences)
+        if known is not None and known.digest != plan_digest(run_config):
+            # Sequences are shorter than assumed, or settings, hardware or versions have changed since a run began. The
+            # base is loaded, so its placement stays.
+            placed = dataclasses.replace(config, offload=config.offload or (None if config.full else ()))
+            sizes = {"seq_len": run_config.seq_len, "num_microbatches": run_config.num_microbatches}
+            new_plan = plan_within(dataclasses.replace(placed, **sizes), known.budget_bytes)
+            self.plan = dataclasses.replace(new_plan, formats=known.formats, digest=plan_digest(run_config))
+        config = with_steps(run_config, self.data.num_train_sequences)
         if self.plan is not None:
-            config = dataclasses.replace(config, num_microbatches=self.plan.num_microbatches)
+            config = planned_config(config, self.plan)
         self.config, parts = config, dataclasses.replace(parts, config=config)
         # An adapter on a weight that the model cannot adapt raises here, before anything is written.
         loss_fn: Any = parts.loss_fn
@@ -132,7 +137,7 @@ class Finetune:
         # config.toml could neither be resumed nor started again.
         call_on_first(
             lambda: (
-                write_config(self.out, original_config),
+                write_config(self.out, run_config),
                 check_same_run(self.out, config, self.data.digest, day),
                 self.plan and self.plan.to_json(self.out / PLAN),
             )
@@ -145,7 +150,11 @@ class Finetune:
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         # Only dropout uses the trainer's key; pipelines and layerwise steps take no seed.
         options = {"wrt": WRT, "seed": config.seed}
-        options |= {"num_microbatches": config.num_microbatches} if self.plan is None else {"plan": self.plan}
+        if self.plan is None:
+            options |= {"num_microbatches": config.num_microbatches}
+        else:  # `parts` has the placement and the formats already
+            applied: dict[str, Any] = {"optimizer": "device", "parameters": "device", "formats": ()}
+            options |= {"plan": dataclasses.replace(self.plan, **applied)}
         if sharding is not None and STAGE in sharding.mesh.shape:
             options, loss_fn = {"pipeline": _pipeline(config, parts.model, sharding)}, None  # the stack has a loss
         self.trainer = Trainer(

@@ -10,6 +10,8 @@ from ._plan import Attempt as Attempt
 from ._plan import Plan as Plan
 from ._search import Placement as Placement
 from ._search import Problem as Problem
+from ._search import all_placements as all_placements
+from ._search import plan_job as plan_job
 from ._search import search as search
 from ._search import search_formats as search_formats
 
@@ -21,7 +23,9 @@ __all__ = [
     "Plan",
     "Problem",
     "Remat",
+    "all_placements",
     "executable_of",
+    "plan_job",
     "planned",
     "runs_stack",
     "search",

@@ -58,10 +58,11 @@ def compile_step(job: Job, hidden: HiddenPass | None, target: Target) -> Size:
     if not target.is_ahead_of_time and program.error is None:
         _executables.clear()
         _executables[key] = program.compiled
-    report = examine(program)[0]
+    report = examine(program, job.roles)[0]
     owners = dict[str, int]()
     for buffer in report.peak:
-        owners[buffer.label] = owners.get(buffer.label, 0) + buffer.num_bytes
+        label = f"{buffer.role}: {buffer.label}"
+        owners[label] = owners.get(label, 0) + buffer.num_bytes
     largest = sorted(owners.items(), key=lambda item: -item[1])[:_NUM_OWNERS]
     size = Size(report.device_bytes, report.host_bytes, tuple(largest))
     _write(key, size)
@@ -121,7 +122,15 @@ def _donated(job: Job) -> tuple[int, ...]:
 
 def _key(lowered: Any, target: Target) -> str:
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    facts = [_FORMAT, target.name, target.chip, target.device_bytes, target.hbm_bytes, sorted(versions().items()), flags]
+    facts = [
+        _FORMAT,
+        target.name,
+        target.chip,
+        target.device_bytes,
+        target.hbm_bytes,
+        sorted(versions().items()),
+        flags,
+    ]
     return hashlib.sha256(f"{facts}\n{lowered.as_text()}".encode()).hexdigest()
 
 

@@ -82,6 +82,8 @@ class Plan:
     """The compiled choice that fits and would be fastest by the first number, if that is another choice."""
     owners: tuple[tuple[str, int], ...] = ()
     """The owners of the most bytes on the device at the peak, with their bytes (compiled)."""
+    digest: str = ""
+    """Hash of the settings of a run that keeps its plan; empty without such a run."""
     attempts: tuple[Attempt, ...] = ()
     """All compiled choices, in the order of the search."""
 
@@ -195,7 +197,7 @@ class Plan:
         parts += [f"on the host: {', '.join(on_host)}"] if on_host else []
         parts += [f"groups of {self.layers_per_remat} layers"] if self.layers_per_remat > 1 else []
         parts += [f"formats: {', '.join(self.formats)}"] if self.formats else []
-        parts += [] if self.has_stack else ["placement only, because the loss runs no LayerStack"]
+        parts += [] if self.has_stack else ["placement only"]
         return "; ".join([*parts, f"microbatches: {self.num_microbatches}"])
 
     @property

@@ -9,8 +9,9 @@ the schedule that fits the memory of the device best.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +69,8 @@ from ._step import (
     parse_loss,
 )
 
+Planner = Callable[[Tree, int, Sequence[int]], Plan | None]
+"""Plans the step for (batch, budget, numbers of microbatches); None for a loss that runs no stack."""
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 _MAX_ATTEMPTS = 3
 """Largest number of smaller schedules to compile; only a compiled step shows whether its schedule fits."""
@@ -89,19 +92,22 @@ class CompiledStep:
         processes: Processes,
         num_microbatches: int,
         budget: int | str | None,
+        has_weight: bool,
         plan: Plan | None = None,
+        planner: Planner | None = None,
     ) -> None:
-        self._plan = plan
+        self._plan, self._planner = plan, planner
+        self._plans_itself, self._has_replanned = plan is None, False
         self._step, self._store, self._sharding, self._processes = step, store, sharding, processes
         self._reschedulable = step if isinstance(step, PipelineStep) and step.can_reschedule else None
-        self._num_microbatches = num_microbatches
+        self._num_microbatches, self._has_weight = num_microbatches, has_weight
+        self._programs: dict[Any, _Trial] = {}
+        self._reports: dict[int, MemoryReport] = {}
         self.budget_bytes: int | None = None
         """Bytes that a step may use on a device; None for all bytes of the device."""
         self.set_budget(budget)
         self.stages: StageReport | None = None
         """Report on the memory of each rank of a pipeline; None without a pipeline, or before `preflight`."""
-        self._programs: dict[Any, _Trial] = {}
-        self._reports: dict[int, MemoryReport] = {}
 
     def set_budget(self, budget: int | str | None) -> None:
         """Set the budget; raise `ConfigError` unless it is None, or a positive number of bytes such as ``"14 GiB"``."""
@@ -109,6 +115,53 @@ class CompiledStep:
         if budget_bytes is not None:
             check_integer("budget", budget_bytes, hint='budget="14 GiB", or None for all bytes of the device')
         self.budget_bytes = budget_bytes
+        if self._plans_itself and self._planner is not None:
+            self._use_plan(None)
+
+    def _use_plan(self, plan: Plan | None) -> None:
+        self._plan = plan
+        self._programs, self._reports = {}, {}
+        if plan is not None and isinstance(self._step, WholeStep):
+            self._step.set_num_microbatches(plan.num_microbatches)
+            self._num_microbatches = plan.num_microbatches
+
+    def _plan_first(self, shapes: Tree) -> None:
+        """Plan the step within the budget, unless the caller passed a plan; without a fitting choice, do nothing."""
+        needs_plan = self._plans_itself and self._plan is None and self.budget_bytes is not None
+        if needs_plan and self._planner is not None:
+            with contextlib.suppress(OutOfMemoryError):  # the unplanned step is refused with its owners and remedies
+                self._use_plan(self._planner(shapes, self.budget_bytes or 0, [self._num_microbatches]))
+
+    def replan(self, error: BaseException, batch: Tree) -> bool:
+        """Plan the step again for fewer bytes after an out-of-memory error, at most once; return whether it changed.
+
+        The new step needs the missing bytes less, at least 2 % and at most 20 %. A step with microbatches, or with a
+        weight, may get more microbatches.
+        """
+        if self._plan is None or self._planner is None or self._has_replanned or not is_out_of_memory(error):
+            return False
+        self._has_replanned, old = True, self._plan
+        size, number = old.device_bytes, old.num_microbatches
+        budget = size - min(max(_missing_bytes(error), size // 50), size // 5)
+        shapes = self._shapes(batch)
+        rows = {leaf.shape[0] for leaf in jax.tree.leaves(shapes) if leaf.shape}
+        may_split = len(rows) == 1 and (number > 1 or self._has_weight)
+        numbers = [n for n in range(number, max(rows) + 1) if max(rows) % n == 0] if may_split else [number]
+        self._programs, self._reports = {}, {}  # frees the old executable
+        try:
+            new = self._planner(shapes, budget, numbers)
+        except OutOfMemoryError as failure:
+            error.add_note(f"the step was planned again, but {failure}")
+            return False
+        assert new is not None, "a planned step runs a stack"
+        self._use_plan(new)
+        warnings.warn(
+            f"the device ran out of memory, so the step was planned again for {format_bytes(budget)}: {new.choice}\n"
+            "hint: leave more memory free next time: a smaller budget",
+            UserWarning,
+            stacklevel=user_stacklevel(),
+        )
+        return True
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
@@ -120,8 +173,9 @@ class CompiledStep:
             state = self._arguments(None)[: len(DONATED)]
             # On an abstract mesh, the program runs on the devices of its arguments. `memory` may move them to a target.
             places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), state), abstract(self._sharding.replicated())
-        has_decisions = self._plan is not None and self._plan.has_stack
-        fn = planned(flat_step(step), self._plan.hidden) if has_decisions else flat_step(step)
+        fn = flat_step(step)
+        if self._plan is not None and self._plan.has_stack:
+            fn = planned(fn, self._plan.hidden)
         return jax.jit(fn, donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
@@ -147,9 +201,10 @@ class CompiledStep:
 
     def _choose(self, build: Callable[[TrainingStep], _Trial], shapes: Tree) -> _Trial:
         """Build the step; if its schedule may change, choose the schedule that fits the memory left on the device."""
+        self._plan_first(shapes)
         if self._reschedulable is None:
             return build(self._step)
-        arrays = jax.tree.map(_to_struct, combine(*self._store.parts))
+        arrays = jax.tree.map(to_struct, combine(*self._store.parts))
         return _choose_schedule(self._reschedulable, build, arrays, shapes)
 
     def _free_bytes(self, report: MemoryReport) -> int | None:
@@ -261,7 +316,15 @@ class CompiledStep:
             raise self.shortage(batch, "before its first step")
 
 
-def _to_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def _missing_bytes(error: BaseException) -> int:
+    """Return the bytes that an allocation lacked: those of the message, less the free bytes of the device."""
+    match = re.search(r"allocat\w* ([\d.]+)\s?(bytes|[KMGT]?i?B)", str(error))
+    stats = jax.local_devices()[0].memory_stats() or {}
+    requested = parse_bytes(f"{match[1]} {match[2].replace('bytes', 'B')}") if match else 0
+    return max(requested - (stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)), 0)
+
+
+def to_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
@@ -481,7 +544,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _placed_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of a leaf, with its sharding if it is in host memory or on several devices."""
-    return _to_struct(leaf) if memory_space(leaf) == jax.memory.Space.Host else _shape(leaf)
+    return to_struct(leaf) if memory_space(leaf) == jax.memory.Space.Host else _shape(leaf)
 
 
 def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:

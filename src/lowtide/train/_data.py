@@ -183,6 +183,14 @@ class DataCursor:
                     hint="pass the data of the run that is resumed",
                 )
 
+    def go_back(self, step: int, position: Mapping[str, Any] | None) -> None:
+        """Go to an earlier step of this run; raise `DataError` for an iterator that cannot start again."""
+        if self._is_single_pass:
+            self._refuse_rewind(f"to step {step}")
+        self._close(self._iterator)
+        self._iterator, self._index_in_epoch, self._unused_batch = None, 0, []
+        self.start(step, position)
+
     def position(self, step: int | None = None) -> dict[str, Any]:
         """Return the position in the data, as plain values for JSON.
 

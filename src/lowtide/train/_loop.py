@@ -290,8 +290,11 @@ class Session:
             if not is_open:
                 yield Event("epoch_begin", self.cursor.epoch)
                 is_open = True
-            yield from self._step(step, batch)
-            step += 1
+            try:
+                yield from self._step(step, batch)
+            except Exception as error:
+                yield from self._retry_smaller(error, batch)
+            step = self.store.step
         yield from self.settle()
         is_terminated = any_process(self._sigterm.has_arrived)  # a signal to one machine ends the run on all
         if is_terminated:
@@ -307,6 +310,23 @@ class Session:
             if manager is not None:
                 text = f"saved in {manager.directory}" if manager.latest_step() == step else "with nothing to save"
             logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, %s", step, text)
+
+    def _retry_smaller(self, error: Exception, batch: Tree) -> Iterator[Event]:
+        """Continue a planned run after an out-of-memory error: with a smaller step, from the newest copy of the state.
+
+        Raise the error again if the step cannot be planned again, or if there is no copy.
+        """
+        if self.processes.count > 1 or isinstance(error, LowtideError) or not self.compiled.replan(error, batch):
+            raise error
+        if self.snapshots.is_alive():  # the step had not begun, so the batch is tried again
+            yield from self._step(self.store.step, batch)
+            return
+        self._pending = []
+        self.snapshots.recover()
+        step = self.store.step
+        self.cursor.go_back(step, self.snapshots.metadata.position)
+        self.records[:] = [record for record in self.records if record["step"] <= step]
+        yield Event("rollback", step)
 
     def _is_ending(self) -> bool:
         if self.processes.count == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -30,11 +29,12 @@ from ..core import (
 )
 from ..memory import Job
 from ..optim import low_precision
-from ..planning import Attempt, Memory, Placement, Plan, Problem, runs_stack, search_formats
+from ..planning import Attempt, Memory, Placement, Plan, Problem, all_placements, runs_stack, search, search_formats
 from ..targets import Target, resolve_target
 from ._compilation import step_job
 from ._step import LossFn
 
+_MOVABLE = ("optimizer", "parameters")
 Allowed = Literal["8bit_state", "exposed_copies"]
 
 
@@ -56,8 +56,8 @@ def plan(
 
     The step is that of ``Trainer(model, loss_fn, tx, wrt=wrt, plan=plan)``. The plan chooses which named values of each
     layer are kept, recomputed or moved to the host; groups of layers; the memory of layer inputs, frozen layers and
-    optimizer state; and the number of microbatches. For a loss that runs no `LayerStack`, it chooses the last two. FLOPs
-    are counted in the jaxpr of the step, times are estimated (`Plan.seconds`), and bytes are compiled.
+    optimizer state; and the number of microbatches. For a loss that runs no `LayerStack`, it chooses the last two.
+    FLOPs are counted in the jaxpr of the step, times are estimated (`Plan.seconds`), and bytes are compiled.
 
     Host memory is used only if the speed of the link is known (`Target.host_link_bandwidth`). Values and inputs of
     layers move only if the forward pass hides the copies; on GPUs none is hidden.
@@ -119,12 +119,8 @@ def plan(
     # Compile-only GPUs have no host memory.
     has_host = bool(goal.host_link_bandwidth) and not (goal.platform == "gpu" and goal.is_ahead_of_time)
     both: tuple[Memory, ...] = ("device", "host") if has_host else ("device",)
-    memories = {"optimizer": both, "parameters": both, "layer_inputs": both}
-    for name in ("optimizer", "parameters"):
-        if has_host and not _can_move(step, name, goal):
-            memories[name] = ("device",)
-    names = "num_microbatches", *memories
-    placements = [Placement(**dict(zip(names, item, strict=True))) for item in itertools.product(numbers, *memories.values())]
+    optimizer, parameters = (both if has_host and _can_move(step, name, goal) else both[:1] for name in _MOVABLE)
+    placements = all_placements(numbers, optimizer=optimizer, parameters=parameters, layer_inputs=both)
 
     def problem(formats: Sequence[str]) -> Problem:
         return Problem(
@@ -137,6 +133,38 @@ def plan(
         )
 
     return search_formats(problem, get_args(Allowed), allow, on_compile=on_compile)
+
+
+def replan(
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Selector,
+    batch: Tree,
+    *,
+    budget: int,
+    numbers: Sequence[int],
+    weight: Callable[[Tree], Any] | None,
+    drops_updates: bool,
+) -> Plan | None:
+    """Plan the step of a trainer that exists: only what layers keep, layer inputs and microbatches are chosen.
+
+    `model` and `tx` are as the trainer uses them, already placed. `numbers` are the numbers of microbatches. The result
+    is None for a loss that runs no stack.
+
+    Raises:
+        OutOfMemoryError: when no choice fits.
+    """
+    goal = resolve_target(None)
+
+    def job(placement: Placement) -> Job:
+        options: dict[str, Any] = {"num_microbatches": placement.num_microbatches, "drops_updates": drops_updates}
+        return step_job(model, loss_fn, tx, wrt, batch, weight=weight, **options)
+
+    if not runs_stack(job(Placement()), goal):
+        return None
+    memories: tuple[Memory, ...] = ("device", "host") if goal.host_link_bandwidth else ("device",)
+    return search(Problem(job, all_placements(numbers, layer_inputs=memories), goal, budget))
 
 
 def planned_tx(
@@ -166,7 +194,7 @@ def _can_move(step: Callable[[Placement, Sequence[str]], Job], name: str, goal: 
         return False
     # No leaf can be moved, or the loss reads frozen layers outside of a stack.
     with contextlib.suppress(LowtideError, ValueError):
-        job = step(Placement(**{name: "host"}), ())
+        job = step(Placement(optimizer="host") if name == "optimizer" else Placement(parameters="host"), ())
         return _has_host_leaf(job.args[position]) and (runs_stack(job, goal) or name == "optimizer")
     return False
 

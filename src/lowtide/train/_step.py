@@ -178,6 +178,10 @@ class WholeStep(TrainingStep):
     def guard(self, is_guarded: bool) -> None:
         self._is_guarded = is_guarded
 
+    def set_num_microbatches(self, number: int) -> None:
+        """Split later batches into another number of parts; a plan may change the number before a step is compiled."""
+        self._num_microbatches = number
+
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         trainable, mutable, frozen = self.split(model)
         leaves = jax.tree.leaves(trainable)

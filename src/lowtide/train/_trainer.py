@@ -43,14 +43,14 @@ from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule, StageReport
 from ..planning import Plan
 from ._callbacks import Callback, Listeners, as_callbacks
-from ._compilation import CompiledStep
+from ._compilation import CompiledStep, to_struct
 from ._data import IN_ORDER, DataCursor, StepData
 from ._evaluation import Evaluation, join
 from ._events import Event, Record
 from ._loop import FitOptions, Run, Session
 from ._nan_policy import NonFinitePolicy, OnNan
 from ._pipeline_step import PipelineStep, make_pipeline
-from ._planning import placed_layers, planned_tx
+from ._planning import placed_layers, planned_tx, replan
 from ._state import TrainStateStore
 from ._step import LayerStep, LossFn, Pytree, TrainingStep, TrainState, WholeStep, accepted_keywords
 from .checkpoint import Snapshots, open_checkpoints, require_checkpoints
@@ -123,7 +123,8 @@ class Trainer:
             value so far, a checkpoint is saved, and kept in addition to the newest ones.
         best_mode: whether less (``"min"``) or more (``"max"``) is better.
         budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all bytes of the device. Larger
-            steps are refused, and a pipeline's schedule is chosen within the budget.
+            steps are refused. With a budget, a loss that runs a `LayerStack` is planned before the first step: layers
+            keep what fits, whatever `remat` says. A pipeline's schedule is chosen within the budget.
         sharding: how arrays and batches are sharded over devices, in one process or many. By default arrays stay where
             they are, and batches go to the default device. With a pipeline, batches are not sharded along ``stage``.
         pipeline: for a model of ``outer`` and ``layers``: a schedule that trains the layers in stages, along the mesh
@@ -133,7 +134,9 @@ class Trainer:
             schedule without given costs and limits adapts to the memory left on the device. If the step would not fit,
             it keeps fewer bytes between passes, with a warning. If memory is left, it keeps more if that is faster.
         plan: the result of `lowtide.plan` for the same model, loss and shapes. It sets what each layer keeps until the
-            backward pass, the number of microbatches, and the default of `budget`.
+            backward pass, the memory of layer inputs, frozen layers and optimizer state, and the number of
+            microbatches. A plan for this machine also sets the default of `budget`. If the device runs out of memory
+            in `fit` all the same, the step is planned once more, for fewer bytes.
 
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array is at two trainable or mutable paths.
@@ -185,7 +188,8 @@ class Trainer:
     ) -> None:
         if plan is not None:
             num_microbatches = _microbatches_of(plan, num_microbatches, tx, pipeline, compute_dtype, sharding)
-            budget = plan.budget_bytes if budget is None else budget
+            if budget is None and plan.target == "here":
+                budget = plan.budget_bytes
             tx = planned_tx(tx, plan.optimizer, plan.formats)  # pyright: ignore[reportArgumentType]
             model = placed_layers(model, "**" if wrt is None else wrt) if plan.parameters == "host" else model
         step, weight, sharding, num_microbatches = _choose_step(
@@ -212,7 +216,14 @@ class Trainer:
         on_change = None if self.checkpoints is None else self.checkpoints.changed
         self._store = store = TrainStateStore(model, step, state, frozen, sharding, on_change=on_change)
         self._snapshots = Snapshots(store, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
-        self._compiled = CompiledStep(step, store, sharding, self.processes, num_microbatches, budget, plan)
+        planner = None
+        can_plan = not (compute_dtype is not None or mutable is not None or isinstance(model, ModelObject))
+        if can_plan and isinstance(step, WholeStep) and sharding is None:
+            shapes = jax.tree.map(lambda leaf: to_struct(leaf) if is_array_like(leaf) else leaf, model)
+            parts: dict[str, Any] = {"weight": weight, "drops_updates": self.is_guarded}
+            planner = functools.partial(_replan, shapes, loss_fn, tx, "**" if wrt is None else wrt, parts)
+        arguments = step, store, sharding, self.processes, num_microbatches, budget, weight is not None
+        self._compiled = CompiledStep(*arguments, plan, planner)
         self._evaluation = Evaluation(step, weight, seed, store, self._compiled, self.processes, sharding, model)
         self._session: Session | None = None  # the running `fit`, or briefly one that has just ended
         self._last_cursor: DataCursor | None = None  # data of the last `fit`, for another `fit` with the same iterator
@@ -668,6 +679,12 @@ class Trainer:
             joined = join(list(self.predict_batches(data, fn)))
         listeners.notify(Event("predict_end"))
         return joined
+
+
+def _replan(
+    model: Tree, loss_fn: Any, tx: Any, wrt: Selector, parts: dict[str, Any], batch: Tree, budget: int, numbers: Any
+) -> Plan | None:
+    return replan(model, loss_fn, tx, wrt, batch, budget=budget, numbers=numbers, **parts)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""Are plans right? Exhaustive searches, full compilations of plans, and CPU seconds of policies.
+
+    python benchmarks/plan_truth.py exhaustive --target h100
+    python benchmarks/plan_truth.py models --target v5e
+    python benchmarks/plan_truth.py cpu
+
+`exhaustive` compiles all 32 policies of two blocks, with LoRA and with all weights, and compares `search` at 20 budgets
+with the best policy in order of estimated time. For a TPU, policies are first compiled cheaply, and policies that may
+fit a budget are compiled whole. `models` plans six models at five budgets each, and compiles each plan again through
+`Trainer`. `cpu` measures paired CPU seconds of 20 policies, and of the plans at five budgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import jax
+import numpy as np
+from _common import MIB, ROOT, header, write
+from _plan_programs import ALL, LORA, MODELS, Program, decoder, gated
+
+import lowtide as lt
+from lowtide import planning, train
+from lowtide.core import OutOfMemoryError
+from lowtide.memory import Job
+from lowtide.planning import Placement, Problem
+from lowtide.planning import _search as searching
+
+BLOCKS = {"decoder": decoder, "gated": gated}
+NUM_BUDGETS, NUM_WHOLE = 20, 12
+
+
+def job_of(program: Program, number: int = 1) -> Job:
+    options: dict[str, Any] = {"num_microbatches": number, "drops_updates": True}
+    return train.step_job(program.model, program.loss, program.tx, program.wrt, program.batch, **options)
+
+
+def exhaustive(target_name: str) -> dict[str, Any]:
+    target = lt.target(target_name)
+    rows: list[dict[str, Any]] = []
+    searching._MAX_DECISIONS = 5
+    for name, build in BLOCKS.items():
+        for wrt in (LORA, ALL):
+            rows.append(_exhaustive(name, build(wrt), wrt, target))
+            print(rows[-1], flush=True)
+    return {"rows": rows}
+
+
+def _exhaustive(name: str, program: Program, wrt: str, target: Any) -> dict[str, Any]:
+    jobs = {Placement(): job_of(program)}
+    problem = Problem(jobs.__getitem__, [Placement()], target, 2**60)
+    run = searching._Search(problem, None)
+    choices = [choice for choice in run.choices() if choice.layers_per_remat == 1]
+    assert len(choices) == 32, len(choices)
+    sizes: dict[Any, Any] = {}
+    probes: dict[Any, int | None] = {}
+    num_probes = [0]
+    compile_step, probe_step = searching.compile_step, searching.probe_step
+
+    def compiled(job: Any, hidden: Any, goal: Any) -> Any:
+        if hidden not in sizes:
+            sizes[hidden] = compile_step(job, hidden, goal)
+        return sizes[hidden]
+
+    def probed(job: Any, hidden: Any, goal: Any) -> Any:
+        num_probes[0] += 1
+        if hidden not in probes:
+            probes[hidden] = probe_step(job, hidden, goal)
+        return probes[hidden]
+
+    original = searching._Search._choices_of
+    measured = run.measured
+    measure, searching.measure = searching.measure, lambda *_: measured
+    searching.compile_step, searching.probe_step = compiled, probed
+    searching._Search._choices_of = lambda self, placement: iter(choices)  # the 32 policies, without groups
+    job = jobs[Placement()]
+    is_tpu = target.platform == "tpu"
+
+    def estimate(choice: Any) -> float:
+        hidden = run._hidden(choice)
+        return probed(job, hidden, target) if is_tpu else compiled(job, hidden, target).device_bytes
+
+    estimates = {choice: estimate(choice) for choice in choices}
+    low, high = min(estimates.values()), max(estimates.values())
+    budgets = np.linspace(low * (1.02 if is_tpu else 1), high * (1.02 if is_tpu else 1), NUM_BUDGETS).astype(int)
+    seconds = lambda choice: run.seconds(choice)[1]  # noqa: E731
+    num_right, numbers, whole, peaks = 0, [], [], []
+    for budget in map(int, budgets):
+        best = None
+        for choice in sorted(choices, key=seconds):
+            if is_tpu and estimates[choice] * searching._LEAST_PROBE > budget:
+                continue
+            if compiled(job, run._hidden(choice), target).device_bytes <= budget:
+                best = choice
+                break
+        num_probes[0] = 0
+        try:
+            plan = planning.search(Problem(jobs.__getitem__, [Placement()], target, budget))
+        except OutOfMemoryError:
+            num_right += best is None
+            continue
+        num_right += best is not None and abs(plan.seconds[1] - seconds(best)) < 1e-15
+        numbers.append(num_probes[0] if is_tpu else len(plan.attempts))
+        whole.append(len(plan.attempts))
+        peaks.append(plan.device_bytes / budget)
+    for choice in sorted(choices, key=lambda choice: estimates[choice])[:: max(len(choices) // NUM_WHOLE, 1)]:
+        compiled(job, run._hidden(choice), target)
+    by_hidden = {run._hidden(choice): estimates[choice] for choice in choices}
+    errors = [by_hidden[hidden] / size.device_bytes - 1 for hidden, size in sizes.items()]
+    searching.compile_step, searching.probe_step, searching.measure = compile_step, probe_step, measure
+    searching._Search._choices_of = original
+    return {
+        "block": name,
+        "trainable": "LoRA" if wrt == LORA else "all weights",
+        "policies": len(choices),
+        "whole_compilations": len(sizes),
+        "span_mib": [round(low / MIB, 2), round(high / MIB, 2)],
+        "right": f"{num_right} of {NUM_BUDGETS}",
+        "compilations_per_search": {"median": float(np.median(numbers)), "most": max(numbers)},
+        "whole_per_search": {"median": float(np.median(whole)), "most": max(whole)},
+        "probe_error": [round(min(errors), 4), round(max(errors), 4)] if is_tpu else None,
+        "most_of_budget": round(max(peaks), 4),
+    }
+
+
+def plan_models(target_name: str) -> dict[str, Any]:
+    target = lt.target(target_name)
+    rows: list[dict[str, Any]] = []
+    for name, build in MODELS.items():
+        program = build()
+        arguments: dict[str, Any] = {"loss_fn": program.loss, "wrt": program.wrt, "target": target}
+        start = time.process_time()
+        whole = lt.plan(program.model, program.batch, program.tx, budget=2**40, **arguments)
+        least = _least_bytes(program, arguments)
+        for share in (1, 0.75, 0.5, 0.25, 0):
+            budget = int(least + share * (whole.device_bytes - least))
+            plan = lt.plan(program.model, program.batch, program.tx, budget=budget, **arguments)
+            verified = _verified_bytes(program, plan, target)
+            rows.append(
+                {
+                    "model": name,
+                    "budget_mib": round(budget / MIB, 2),
+                    "plan_mib": round(plan.device_bytes / MIB, 2),
+                    "verified_mib": round(verified / MIB, 2),
+                    "choice": plan.choice,
+                    "compilations": len(plan.attempts),
+                }
+            )
+            print(rows[-1], flush=True)
+        print(f"{name}: {time.process_time() - start:.0f} CPU s", flush=True)
+    return {"rows": rows}
+
+
+def _least_bytes(program: Program, arguments: dict[str, Any]) -> int:
+    try:
+        plan = lt.plan(program.model, program.batch, program.tx, budget=1024, **arguments)
+    except OutOfMemoryError as error:
+        number, unit = str(error.got).split()[:2]
+        return int(float(number.replace(",", "")) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit] * 1.005)
+    return plan.device_bytes
+
+
+def _verified_bytes(program: Program, plan: Any, target: Any) -> int:
+    """Compile the step of a trainer for the target, from arrays, without the planner's cache."""
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.model)
+    model = jax.tree.map(jax.numpy.asarray, zeros)
+    trainer = lt.Trainer(model, program.loss, program.tx, wrt=program.wrt, plan=plan)
+    return trainer.memory(program.batch, target=target).device_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("exhaustive", "models"))
+    parser.add_argument("--target", default="h100")
+    args = parser.parse_args()
+    start = time.process_time()
+    run = {"exhaustive": exhaustive, "models": plan_models}[args.part]
+    content = run(args.target)
+    content = {**header(f"plan_truth.py {args.part} --target {args.target}"), **content}
+    write(ROOT / "results" / f"plan_truth-{args.part}-{args.target}.json", content)
+    print(f"{time.process_time() - start:.0f} CPU s")
+
+
+if __name__ == "__main__":
+    main()
