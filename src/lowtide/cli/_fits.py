@@ -23,7 +23,7 @@ from ._load import add_job_arguments, job_settings, load, parse_job, read_settin
 from ._output import check_outputs, print_error, spinner, write_text
 
 _SIZES = ("device_bytes", "usable_bytes", "host_bytes", "host_usable_bytes")
-_FIELDS = ("target", *_SIZES, "compile_seconds", "error", "margin_bytes", "host_fits", "fits")
+_FIELDS = ("target", *_SIZES, "compile_seconds", "error", "margin_bytes", "host_fits", "fits", "plan")
 """Keys of a row of the JSON file, in order; an unknown value becomes null."""
 
 
@@ -39,6 +39,7 @@ def register(commands: Any) -> None:
     add_job_arguments(parser)
     add("--budget", metavar="SIZE", help='limit in bytes on one device, such as "14 GiB" (default: the usable bytes)')
     add("--json", metavar="FILE", help="write the table as JSON (default: not written)")
+    add("--plan", action="store_true", help="also plan the fastest step that fits, as `lowtide plan` (default: off)")
     add("--largest", metavar="KEY", help="find the largest value that fits for KEY, a parameter of NAME (default: off)")
     add("--sizes", metavar="N,N,...", help="with --largest: values to compile first (default: 2,3,4)")
     add("--maximum", type=positive, metavar="N", help="with --largest: the largest value to try (default: none)")
@@ -54,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     if budget is not None:
         check_integer("--budget", budget, hint='--budget "14 GiB"')
     names = list(dict.fromkeys(args.target or ["here"]))
+    if args.plan and args.largest is not None:
+        raise ConfigError("--plan and --largest exclude each other", hint="plan with --set KEY=VALUE for one value")
     if args.largest is not None:
         return _run_largest(console, args, settings, names, budget)
     for flag in ("sizes", "maximum", "multiple_of"):
@@ -81,6 +84,7 @@ def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, b
         _run_child([*arguments, "--json", report_file, "--seconds", seconds_file])
         report = memory.MemoryReport.from_json(report_file)
         seconds = float(Path(seconds_file).read_text())
+        plan = _plan(args, settings, name, budget, folder) if args.plan else None
     usable_bytes = report.target.budget_bytes if budget is None else budget
     margin_bytes = None if usable_bytes is None else usable_bytes - report.device_bytes
     device_fits = None if margin_bytes is None else margin_bytes >= 0
@@ -96,7 +100,27 @@ def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, b
         "margin_bytes": margin_bytes,
         "host_fits": host_fits,
         "fits": False if host_fits is False else device_fits,
+        "plan": plan,
     }
+
+
+def _plan(
+    args: argparse.Namespace, settings: Mapping[str, Any], name: str, budget: int | None, folder: str
+) -> dict[str, Any]:
+    """Return the choice of `lowtide plan`, its device bytes and the share of FLOPs that it saves, or its error."""
+    from ..planning import Plan
+
+    file = Path(folder, "plan.json")
+    limit = [] if budget is None else ["--budget", f"{budget} B"]
+    arguments = ["plan", *_job_arguments(args, settings, folder), "--target", name, *limit, "--json", str(file)]
+    try:
+        _run_child(arguments)
+    except _ChildError as error:
+        return {"error": error.text.partition("\n")[0]}
+    plan = Plan.from_json(file.read_text(encoding="utf-8"))
+    saved = sum(item.flops for item in plan.decisions if item.action != "recompute")
+    share = saved / (saved + plan.flops) if plan.flops else 0.0
+    return {"choice": plan.choice, "device_bytes": plan.device_bytes, "saved_flops_share": share}
 
 
 def _table(rows: Sequence[dict[str, Any]], budget: int | None) -> Table:
@@ -106,6 +130,8 @@ def _table(rows: Sequence[dict[str, Any]], budget: int | None) -> Table:
     for name in ("target", "device", "usable" if budget is None else "budget", "fits", "margin", *host_columns):
         table.add_column(name, justify="left" if name in ("target", "fits") else "right", no_wrap=True)
     table.add_column("compile time")
+    if has_plan := any(row.get("plan") for row in rows):
+        table.add_column("planned step")
     for row in rows:
         if "error" in row:
             empty = [""] * (3 if has_host else 1)
@@ -115,8 +141,15 @@ def _table(rows: Sequence[dict[str, Any]], budget: int | None) -> Table:
         host_cells = [host, host_usable] if has_host else []
         seconds = f"{row['compile_seconds']:.1f} s"
         margin = _margin(row["margin_bytes"])
-        table.add_row(Text(row["target"]), device, usable, _verdict(row), margin, *host_cells, seconds)
+        planned = [Text(_describe_plan(row["plan"]))] if has_plan else []
+        table.add_row(Text(row["target"]), device, usable, _verdict(row), margin, *host_cells, seconds, *planned)
     return table
+
+
+def _describe_plan(plan: Mapping[str, Any]) -> str:
+    if "error" in plan:
+        return plan["error"]
+    return f"{format_bytes(plan['device_bytes'])}, {plan['saved_flops_share']:.0%} fewer FLOPs: {plan['choice']}"
 
 
 def _verdict(row: dict[str, Any]) -> Text:

@@ -26,7 +26,7 @@ from ..targets import Target
 from ._decisions import planned
 
 _NUM_OWNERS = 6
-_FREE_BYTES = 2**28
+_FREE_BYTES = 2**24
 """Bytes of a TPU that a cheap compilation leaves for the step, so that every larger step is refused."""
 _ROW_BYTES = 2**20
 _FORMAT = 1

@@ -7,8 +7,8 @@ A linear model of memory, the sum of arguments, layer inputs and kept values, is
 schedules and fuses each choice anew, and a kept value may remove others. So the model only says what to compile next.
 Its errors are corrected from all choices that were compiled, by Bayesian linear regression (Bishop, Pattern Recognition
 and Machine Learning, section 3.3). The prediction of a choice has a standard deviation. Until a choice fits, the
-fastest one that is predicted to fit is compiled next. Then those faster than it are compiled, the most probable first,
-unless the budget is 2.5 standard deviations below the prediction.
+fastest one that is predicted to fit is compiled next. Then those faster than it are compiled, in the order of expected
+gain: the share of time that a choice saves, times the probability that it fits.
 
 For a TPU a cheap compilation comes first (`probe_step`). It rejects choices, but only a whole compilation accepts one.
 """
@@ -40,13 +40,16 @@ _WEIGHT_READS = 3
 """How often a microbatch reads each weight: forward pass, recomputation, backward pass."""
 _MAX_DECISIONS = 8
 """With more names, those that save the fewest FLOPs for each byte are recomputed."""
-_LEAST_PROBE, _SPREAD = 0.965, 0.02
-"""A probe states at least this share of the bytes that it should (see `probe_step`), and the spread between choices of
-one step once a whole compilation has calibrated the probes."""
-_VALUE_ERROR, _NOISE, _LIMIT = 1.0, 0.2, 2.5
-"""Standard deviations of the error of one value and of one compilation, as multiples of the largest value, and the
-number of standard deviations that excludes a choice. With these, 80 of 80 searches over 32 policies found the best
-choice, with 14 compilations at most (`benchmarks/plan_truth.py`, h100)."""
+_PROBE_ERROR, _CALIBRATED_ERROR = 0.035, 0.01
+"""A probe states at most this share more than a whole compilation (see `probe_step`), without and with a whole
+compilation of another choice to correct it."""
+_VALUE_ERROR, _NOISE, _LIMIT = 1.5, 0.2, 2.5
+"""Standard deviations of the error of one value and of one compilation, as multiples of the value's and the largest
+value's bytes, and the number of standard deviations that excludes a choice. With these, 160 of 160 searches over 32
+policies found the best choice, with 15 compilations at most (h100 and v5e, `benchmarks/plan_truth.py`)."""
+_LEAST_GAIN = 1e-6
+"""A choice is not compiled if its gain over the best one, times the probability that it fits, is a smaller share."""
+_NORMAL = np.vectorize(lambda excess: math.erfc(excess / math.sqrt(2)), otypes=[float])
 _LEAST_SCALE = 0.03
 """The largest value counts as at least this share of the arguments, for steps without named values."""
 
@@ -219,12 +222,17 @@ class _Search:
         predictions, deviations = self._predict()
         is_open = np.array([choice not in known and self.seconds(choice)[1] < limit for choice in choices])
         excess = (predictions - budget) / deviations
-        is_possible = is_open & (excess <= _LIMIT)
+        chances = _NORMAL(excess) / 2  # the probability that a choice fits
         if best is None and (likely := is_open & (predictions <= budget)).any():
             return choices[int(np.argmax(likely))]  # the fastest
         if best is None and not known and is_open.any():
             return choices[int(np.argmin(predictions))]  # for the error, if nothing fits
-        return choices[int(np.argmin(np.where(is_possible, excess, np.inf)))] if is_possible.any() else None
+        if best is None:
+            is_possible = is_open & (excess <= _LIMIT)
+            return choices[int(np.argmin(np.where(is_possible, excess, np.inf)))] if is_possible.any() else None
+        gains = (1 - np.array([self.seconds(choice)[1] for choice in choices]) / limit) * chances
+        gains = np.where(is_open & (excess <= _LIMIT), gains, 0)
+        return choices[int(np.argmax(gains))] if gains.max(initial=0) > _LEAST_GAIN else None
 
     def _predict(self) -> tuple[Any, Any]:
         """Return the predicted bytes of all choices, and their standard deviations."""
@@ -232,7 +240,7 @@ class _Search:
         if not self._known:
             return model, np.full(len(model), scale)
         positions = [self._positions[choice] for choice in self._known]
-        errors = np.array([self._least_bytes(choice) for choice in self._known]) - model[positions]
+        errors = np.array([self._likely_bytes(choice) for choice in self._known]) - model[positions]
         prior, noise = self._prior(features.shape[1], scale), (_NOISE * scale) ** 2
         rows = features[positions]
         covariance = np.linalg.inv(rows.T @ rows / noise + np.diag(1 / prior**2))
@@ -258,6 +266,8 @@ class _Search:
         """Return the prior standard deviation of each feature's error; activations of a layer may have any size."""
         prior = np.full(num_features, _VALUE_ERROR * scale)
         prior[1] = 1e3 * scale
+        values = (np.array(self._decision_bytes) + scale) / 2
+        prior[2 : 2 + 2 * len(values)] = _VALUE_ERROR * np.tile(values, 2)
         return prior
 
     @property
@@ -345,9 +355,21 @@ class _Search:
         """Return the bytes that a choice needs at least, from its own compilation: exact, or a probe."""
         if choice in self.sizes:
             return self.sizes[choice].device_bytes
-        ratios = [size.device_bytes / self.probes[other] for other, size in self.sizes.items() if other in self.probes]
-        least = min(ratios, default=_LEAST_PROBE + _SPREAD) - _SPREAD
-        return self.probes[choice] * max(least, _LEAST_PROBE)
+        error = _CALIBRATED_ERROR if self._probe_offsets else _PROBE_ERROR
+        return self.probes[choice] + min(self._probe_offsets, default=0) - error * self.probes[choice]
+
+    def _likely_bytes(self, choice: _Choice) -> float:
+        """Return the bytes of a choice from its own compilation: exact, or from a probe."""
+        if choice in self.sizes:
+            return self.sizes[choice].device_bytes
+        offsets = self._probe_offsets
+        return self.probes[choice] + (sum(offsets) / len(offsets) if offsets else 0)
+
+    @property
+    def _probe_offsets(self) -> list[float]:
+        """Bytes that whole compilations need in addition to probes: at least those of the generated code."""
+        compiled = (choice for choice in self.sizes if choice in self.probes)
+        return [self.sizes[choice].device_bytes - self.probes[choice] for choice in compiled]
 
     def _components(self, choice: _Choice) -> list[float]:
         """Return the device bytes of each named value, and of layer inputs, at the end of the forward pass."""

@@ -219,7 +219,7 @@ class Trainer:
         planner = None
         can_plan = not (compute_dtype is not None or mutable is not None or isinstance(model, ModelObject))
         if can_plan and isinstance(step, WholeStep) and sharding is None:
-            shapes = jax.tree.map(lambda leaf: to_struct(leaf) if is_array_like(leaf) else leaf, model)
+            shapes = jax.tree.map(lambda leaf: to_struct(leaf) if hasattr(leaf, "dtype") else leaf, model)
             parts: dict[str, Any] = {"weight": weight, "drops_updates": self.is_guarded}
             planner = functools.partial(_replan, shapes, loss_fn, tx, "**" if wrt is None else wrt, parts)
         arguments = step, store, sharding, self.processes, num_microbatches, budget, weight is not None
