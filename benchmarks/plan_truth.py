@@ -36,6 +36,7 @@ from lowtide.planning import _search as searching
 
 BLOCKS = {"decoder": decoder, "gated": gated}
 NUM_BUDGETS, NUM_WHOLE = 20, 12
+NUM_POLICIES, NUM_ROUNDS = 20, 7
 
 
 def job_of(program: Program, number: int = 1) -> Job:
@@ -66,28 +67,36 @@ def save(target_name: str, part: str, content: dict[str, Any]) -> None:
     write(ROOT / "results" / f"plan_truth-{part}-{target_name}.json", {**header(command), **content})
 
 
+class _Cache:
+    """Compilations of one step by policy; a search of it compiles nothing twice. Mutable."""
+
+    def __init__(self, compile_step: Any, probe_step: Any) -> None:
+        self._compile_step, self._probe_step = compile_step, probe_step
+        self.sizes: dict[Any, Any] = {}
+        self.probes: dict[Any, int | None] = {}
+        self.num_probes = 0
+
+    def compile(self, job: Any, hidden: Any, goal: Any) -> Any:
+        if hidden not in self.sizes:
+            self.sizes[hidden] = self._compile_step(job, hidden, goal)
+        return self.sizes[hidden]
+
+    def probe(self, job: Any, hidden: Any, goal: Any) -> Any:
+        self.num_probes += 1
+        if hidden not in self.probes:
+            self.probes[hidden] = self._probe_step(job, hidden, goal)
+        return self.probes[hidden]
+
+
 def _exhaustive(name: str, program: Program, wrt: str, target: Any) -> dict[str, Any]:
     jobs = {Placement(): job_of(program)}
     problem = Problem(jobs.__getitem__, [Placement()], target, 2**60)
     run = searching._Search(problem, None)
     choices = [choice for choice in run.choices() if choice.layers_per_remat == 1]
     assert len(choices) == 32, len(choices)
-    sizes: dict[Any, Any] = {}
-    probes: dict[Any, int | None] = {}
-    num_probes = [0]
+    cache = _Cache(searching.compile_step, searching.probe_step)
+    sizes, compiled, probed = cache.sizes, cache.compile, cache.probe
     compile_step, probe_step = searching.compile_step, searching.probe_step
-
-    def compiled(job: Any, hidden: Any, goal: Any) -> Any:
-        if hidden not in sizes:
-            sizes[hidden] = compile_step(job, hidden, goal)
-        return sizes[hidden]
-
-    def probed(job: Any, hidden: Any, goal: Any) -> Any:
-        num_probes[0] += 1
-        if hidden not in probes:
-            probes[hidden] = probe_step(job, hidden, goal)
-        return probes[hidden]
-
     original = searching._Search._choices_of
     measured = run.measured
     measure, searching.measure = searching.measure, lambda *_: measured
@@ -112,14 +121,14 @@ def _exhaustive(name: str, program: Program, wrt: str, target: Any) -> dict[str,
     seconds = lambda choice: run.seconds(choice)[1]  # noqa: E731
     num_right, numbers, whole, peaks, regrets = 0, [], [], [], []
     for budget in map(int, budgets):
-        best = None
-        for choice in sorted(choices, key=seconds):
-            if is_tpu and estimates[choice] * (1 - searching._PROBE_ERROR) > budget:
-                continue
-            if compiled(job, run._hidden(choice), target).device_bytes <= budget:
-                best = choice
-                break
-        num_probes[0] = 0
+        possible = (
+            choice
+            for choice in sorted(choices, key=seconds)
+            if not is_tpu or estimates[choice] * (1 - searching._PROBE_ERROR) <= budget
+        )
+        fits = lambda choice: compiled(job, run._hidden(choice), target).device_bytes <= budget  # noqa: B023, E731
+        best = next(filter(fits, possible), None)
+        cache.num_probes = 0
         try:
             plan = planning.search(Problem(jobs.__getitem__, [Placement()], target, budget))
         except OutOfMemoryError:
@@ -129,7 +138,7 @@ def _exhaustive(name: str, program: Program, wrt: str, target: Any) -> dict[str,
         regrets.append(plan.seconds[1] / seconds(best) - 1)
         if plan.seconds[1] > seconds(best):
             print("missed", budget, best.actions, plan.choice, flush=True)
-        numbers.append(num_probes[0] if is_tpu else len(plan.attempts))
+        numbers.append(cache.num_probes if is_tpu else len(plan.attempts))
         whole.append(len(plan.attempts))
         peaks.append(plan.device_bytes / budget)
     for choice in sorted(choices, key=lambda choice: estimates[choice])[:: max(len(choices) // NUM_WHOLE, 1)]:
@@ -193,19 +202,75 @@ def _least_bytes(program: Program, arguments: dict[str, Any]) -> int:
 
 def _verified_bytes(program: Program, plan: Any, target: Any) -> int:
     """Compile the step of a trainer for the target, from arrays, without the planner's cache."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.model)
-    model = jax.tree.map(jax.numpy.asarray, zeros)
-    trainer = lt.Trainer(model, program.loss, program.tx, wrt=program.wrt, plan=plan)
-    return trainer.memory(program.batch, target=target).device_bytes
+    return _trainer(program, plan).memory(program.batch, target=target).device_bytes
+
+
+def measure_cpu(_: str) -> dict[str, Any]:
+    """Measure CPU seconds of 20 policies in interleaved rounds, and compare plans at five budgets with them."""
+    program, target = decoder(LORA), lt.target("here")
+    job = job_of(program)
+    run = searching._Search(Problem(lambda _: job, [Placement()], target, 2**60), None)
+    choices = [choice for choice in run.choices() if choice.layers_per_remat == 1]
+    picked = [choices[round(index)] for index in np.linspace(0, len(choices) - 1, NUM_POLICIES)]
+    for choice in picked:
+        run.compile(choice)
+    budgets = np.linspace(*_ends([run.sizes[choice].device_bytes for choice in picked]), 5).astype(int)
+    problem = Problem(lambda _: job, [Placement()], target, 0)
+    plans = [planning.search(dataclasses.replace(problem, budget_bytes=int(budget))) for budget in budgets]
+    steps = {run.plan(choice).choice: (run.plan(choice), run.seconds(choice)[1]) for choice in picked}
+    steps |= {plan.choice: (plan, plan.seconds[1]) for plan in plans if plan.choice not in steps}
+    trainers = {name: _trainer(program, plan) for name, (plan, _) in steps.items()}
+    batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), program.batch)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(NUM_ROUNDS + 1):  # the first round compiles
+        for name in list(steps)[:: 1 if number % 2 else -1]:
+            start = time.process_time()
+            jax.block_until_ready(trainers[name].advance(batch))
+            times[name] += [time.process_time() - start] if number else []
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    measured = [medians[name] for name in steps]
+    estimated = [seconds for _, seconds in steps.values()]
+    default = medians[next(name for name in steps if name.startswith("recompute all"))]
+    rows: list[dict[str, Any]] = []
+    for budget, plan in zip(map(int, budgets), plans, strict=True):
+        fitting = [medians[name] for name, (item, _) in steps.items() if item.device_bytes <= budget]
+        rows.append(
+            {
+                "budget_mib": round(budget / MIB, 2),
+                "choice": plan.choice,
+                "cpu_seconds": medians[plan.choice],
+                "over_fastest_that_fits": round(medians[plan.choice] / min(fitting) - 1, 4),
+                "over_default": round(medians[plan.choice] / default - 1, 4),
+            }
+        )
+        print(rows[-1], flush=True)
+    spearman = float(np.corrcoef(np.argsort(np.argsort(measured)), np.argsort(np.argsort(estimated)))[0, 1])
+    print("Spearman", spearman)
+    return {
+        "policies": len(steps),
+        "rounds": NUM_ROUNDS,
+        "spearman": round(spearman, 4),
+        "medians": medians,
+        "rows": rows,
+    }
+
+
+def _ends(values: list[int]) -> tuple[int, int]:
+    return min(values), max(values)
+
+
+def _trainer(program: Program, plan: Any) -> lt.Trainer:
+    zeros = jax.tree.map(lambda leaf: jax.numpy.full(leaf.shape, 0.01, leaf.dtype), program.model)
+    return lt.Trainer(zeros, program.loss, program.tx, wrt=program.wrt, plan=plan, rollback=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("exhaustive", "models"))
+    parser.add_argument("part", choices=("exhaustive", "models", "cpu"))
     parser.add_argument("--target", default="h100")
     args = parser.parse_args()
     start = time.process_time()
-    run = {"exhaustive": exhaustive, "models": plan_models}[args.part]
+    run = {"exhaustive": exhaustive, "models": plan_models, "cpu": measure_cpu}[args.part]
     save(args.target, args.part, run(args.target))
     print(f"{time.process_time() - start:.0f} CPU s")
 

@@ -138,7 +138,8 @@ def plan_within(
             return parts.job(drops_updates=placement.optimizer == "device")
 
         allows_copies = "exposed_copies" in used
-        return Problem(job, placements, goal, budget, not config.full, allows_copies)
+        possible = [placement for placement in placements if _is_possible(config, placement, used)]
+        return Problem(job, possible, goal, budget, not config.full, allows_copies)
 
     plan = search_formats(problem, formats, allow, on_compile=on_compile)
     return dataclasses.replace(plan, digest=plan_digest(config))
@@ -154,6 +155,15 @@ def plan_digest(config: FinetuneConfig) -> str:
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_DIGEST}
     facts = {"settings": settings, "versions": versions(), "device": jax.devices()[0].device_kind}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _is_possible(config: FinetuneConfig, placement: Placement, used: Sequence[str]) -> bool:
+    """Return False for settings that contradict each other, such as 4-bit layers on the host."""
+    try:
+        _with_placement(config, placement, used)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with_placement(config: FinetuneConfig, placement: Placement | Plan, used: Sequence[str]) -> FinetuneConfig:
