@@ -16,6 +16,7 @@ from lowtide.cli import main
 from lowtide.core import OutOfMemoryError, parse_bytes
 from lowtide.finetune import FORMATS, Finetune, FinetuneConfig, _run, needs, plan_within
 from lowtide.finetune._budget import planned_config
+from lowtide.finetune._run_folder import MetricsFile, read_records
 from lowtide.planning import Plan
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -123,3 +124,14 @@ def test_a_run_with_a_budget_trains_the_planned_step_and_continues_with_it(
     (tmp_path / "run" / "plan.json").write_text("{")
     assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--steps", "4"]) == 2
     assert "plan.json: the file is damaged" in capsys.readouterr().err
+
+
+def test_metrics_of_steps_that_are_taken_again_replace_the_earlier_ones(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", None)
+    for step, loss in ((1, 0.5), (2, 0.4), (3, 0.3), (2, 0.45), (3, 0.35)):
+        file.append({"step": step, "loss": loss})
+        file.append({"step": step, "eval_loss": loss})
+    file.close()
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [record["loss"] for record in records if "loss" in record] == [0.5, 0.45, 0.35]
+    assert [record["eval_loss"] for record in records if "eval_loss" in record] == [0.5, 0.45, 0.35]

@@ -166,7 +166,8 @@ class Finetune:
             max_to_keep=config.max_to_keep,
             best="eval_loss" if config.keep_best or config.load_best_at_end else None,
             sharding=sharding,
-            rollback=False,  # an error ends the process, and a resume continues from a checkpoint
+            # Without a plan, an error ends the process, and a resume continues from a checkpoint.
+            rollback=self.plan is not None and not config.full,
             **({} if config.full else options),
         )
         self.resumed_at = self.trainer.restore()

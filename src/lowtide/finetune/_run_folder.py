@@ -170,17 +170,26 @@ class MetricsFile(Callback):
     """
 
     def __init__(self, path: Path, keep_through: int | None) -> None:
-        self._file = None
+        self._file, self._path, self._last_step = None, path, 0
         if jax.process_index():  # only the first process writes
             return
+        self._open(keep_through)
+
+    def _open(self, keep_through: int | None) -> None:
+        path = self._path
         records = [] if keep_through is None else [r for r in read_records(path) if r["step"] <= keep_through]
         write_files(path.parent, {path.name: "".join(json.dumps(record) + "\n" for record in records).encode()})
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record."""
+        """Write one record; if the run went back to an earlier step, drop the records that it makes again."""
         if self._file is None:
             return
+        if "loss" in record:
+            if record["step"] <= self._last_step:
+                self._file.close()
+                self._open(record["step"] - 1)
+            self._last_step = record["step"]
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
