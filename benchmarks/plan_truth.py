@@ -187,6 +187,7 @@ def plan_models(target_name: str) -> dict[str, Any]:
                 }
             )
             print(rows[-1], flush=True)
+        save(target_name, "models", {"rows": rows})
         print(f"{name}: {time.process_time() - start:.0f} CPU s", flush=True)
     return {"rows": rows}
 

@@ -6,8 +6,6 @@ from ._base import load_end_tokens as load_end_tokens
 from ._base import open_base as open_base
 from ._base import write_merged as write_merged
 from ._budget import FORMATS as FORMATS
-from ._budget import Needs as Needs
-from ._budget import needs as needs
 from ._budget import plan_within as plan_within
 from ._config import FinetuneConfig as FinetuneConfig
 from ._config import config_from_dict as config_from_dict

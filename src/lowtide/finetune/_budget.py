@@ -1,6 +1,6 @@
-"""Compute the device memory that a run needs before weights are loaded, and plan the fastest step within a budget.
+"""Plan the fastest step of a run within a budget, before weights are loaded.
 
-The training step is compiled from shapes, so the figures come from the compiler. A batch has the columns
+The training step is compiled from shapes, so the bytes come from the compiler. A batch has the columns
 `segment_ids` and `positions` if `FinetuneConfig.is_packed` is true.
 """
 
@@ -9,76 +9,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from .. import models
-from ..core import ConfigError, Tree, check_choice, format_bytes, partition, tree_bytes
+from ..core import ConfigError, check_choice
 from ..memory import Job, Target, versions
 from ..planning import Attempt, Memory, Placement, Plan, Problem, all_placements, search_formats
 from ..targets import resolve_target
 from ._base import directory_of, refuse_for_model
 from ._config import FinetuneConfig, with_seq_len
-from ._job import WRT, JobPlan
+from ._job import JobPlan
 
-_ACTIVATIONS = "activations and gradients"
-_PART_NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
 _WORDS = {"activations": "layer_inputs", "optimizer": "optimizer", "parameters": "parameters"}
 """Fields of a `Placement` by the word of ``FinetuneConfig.offload``."""
 _NOT_IN_DIGEST = ("num_steps", "num_epochs", "schedule_steps")
 """Settings that a resumed run may change without a new plan."""
 FORMATS = ("exposed_copies", "nf4_weights", "8bit_state")
 """Words that `plan_within` may allow, in the order in which they are tried: with ``full`` only the last one."""
-_FULL_PART_NAMES = {"state": "weights and optimizer", "frozen": "weights", "batch": "batch"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Device memory of a run in bytes."""
-
-    device_bytes: int
-    """Total."""
-    by_part: Mapping[str, int]
-    """The total by part; ``activations and gradients`` is the total minus the bytes of the step's arguments."""
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {format_bytes(number)}" for name, number in self.by_part.items() if number)
-        return f"{format_bytes(self.device_bytes)}: {parts}"
-
-
-def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
-    """Compile the training step of a run from shapes, and return the device memory that the run needs.
-
-    Args:
-        config: the settings. The files of ``config.adapter`` are read, but not the model's weights.
-        target: device to compile for; None for the hardware at hand.
-
-    Returns:
-        The bytes on one device, in total and by part.
-
-    Raises:
-        ModelFileError: when `config.json` or the adapter cannot be read.
-        SelectionError: when a pattern in ``config.targets`` matches nothing.
-        ConfigError: for settings that the model does not support.
-        TargetError: when `target` is an unknown device.
-
-    Memory:
-        The compiler takes host memory. The device holds only the adapter of ``config.adapter``, if it is set.
-    """
-    plan = JobPlan.from_shapes(config, target)
-    report = plan.job().analyze(target)
-    part_names, num_unread = _FULL_PART_NAMES if config.full else _PART_NAMES, 0
-    if not config.full:
-        # A weight that `modules_to_save` replaces is still on the device, although no step reads it. jit drops unused
-        # arguments, so the report does not count it.
-        frozen = partition(plan.model, WRT)[1]
-        num_unread = max(tree_bytes(_device_leaves(frozen)) - report.by_role.get("frozen", 0), 0)
-    parts = {name: report.by_role.get(role, 0) for role, name in part_names.items()}
-    parts[part_names["frozen"]] += num_unread
-    total = report.device_bytes + num_unread
-    return Needs(device_bytes=total, by_part={**parts, _ACTIVATIONS: max(total - sum(parts.values()), 0)})
 
 
 def plan_within(
@@ -105,7 +55,9 @@ def plan_within(
     Raises:
         OutOfMemoryError: when no choice fits.
         ConfigError: for ``remat = false`` or groups of layers, which a plan chooses itself; for an unknown word.
-        ModelFileError, SelectionError: as `needs`.
+        ModelFileError: when `config.json` or the adapter cannot be read.
+        SelectionError: when a pattern in ``config.targets`` matches nothing.
+        TargetError: when `target` is an unknown device.
 
     Memory:
         As `lowtide.plan`.
@@ -145,6 +97,21 @@ def plan_within(
     return dataclasses.replace(plan, digest=plan_digest(config))
 
 
+def current_plan(plan: Plan, run_config: FinetuneConfig, placed: FinetuneConfig) -> Plan:
+    """Return the plan of a run, made again with the same budget if the settings are others than those of the plan.
+
+    Sequences may be shorter than assumed, or settings, hardware or versions have changed since a run began. The base
+    was loaded with the settings `placed`, so its placement and formats stay.
+    """
+    digest = plan_digest(run_config)
+    if plan.digest == digest:
+        return plan
+    offload = placed.offload or (None if placed.full else ())
+    sizes = {"seq_len": run_config.seq_len, "num_microbatches": run_config.num_microbatches}
+    new_plan = plan_within(dataclasses.replace(placed, offload=offload, **sizes), plan.budget_bytes)
+    return dataclasses.replace(new_plan, formats=plan.formats, digest=digest)
+
+
 def planned_config(config: FinetuneConfig, plan: Plan) -> FinetuneConfig:
     """Return the settings of a run with the microbatches, the placement and the formats that a plan has chosen."""
     return _with_placement(config, plan, plan.formats)
@@ -176,8 +143,3 @@ def _with_placement(config: FinetuneConfig, placement: Placement | Plan, used: S
     if "8bit_state" in used:
         changes |= {"state_dtype": "8bit"}
     return dataclasses.replace(config, **changes)
-
-
-def _device_leaves(tree: Tree) -> list[Any]:
-    """Return the leaves that are not in host memory."""
-    return [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf.sharding, "memory_kind", None) != "pinned_host"]

@@ -30,7 +30,7 @@ from ..pipeline import Pipeline, schedule, value_and_grad
 from ..planning import Plan
 from ..train import Callback, EarlyStopping, Record, Tracker, Trainer, analyze_naive
 from ._base import directory_of, load_end_tokens, read_auxiliary_files, tokenizer_folder, write_model
-from ._budget import plan_digest, plan_within, planned_config
+from ._budget import current_plan, planned_config
 from ._config import FinetuneConfig, config_to_toml, with_steps
 from ._job import WRT, JobPlan, add_eva_adapter, hidden, inputs_place, is_weight, load_base, num_targets, optimizer
 from ._run_folder import (
@@ -69,7 +69,7 @@ class Finetune:
             both arguments are the number of finished records.
         sharding: rules that shard the work over the devices of one or more processes.
         plan: the result of `plan_within` for these settings. If the data make sequences shorter than it assumed, the
-            step is planned again. Without `plan`, a resumed run plans again with the budget of its plan.json.
+            step is planned again. Without `plan`, a resumed run keeps its plan, or plans again if settings changed.
 
     Raises:
         ModelFileError: for an unusable model directory.
@@ -98,9 +98,7 @@ class Finetune:
         self.directory = directory_of(config)
         self.tokenizer_dir = tokenizer_folder(self.directory, config.tokenizer)
         known = plan or (read_plan(self.out) if sharding is None else None)
-        run_config = config
-        if known is not None:
-            config = planned_config(config, known)
+        run_config, config = config, config if known is None else planned_config(config, known)
         self.base, self.tokenizer = load_base(config, self.directory, None if sharding is None else sharding.of)
         parts = JobPlan.make(config, self.base)  # before the data, whose preparation may take hours
         if not config.full:
@@ -112,15 +110,8 @@ class Finetune:
         options |= {"vocab_size": self.base.config.vocab_size, "context": self.base.config.max_position_embeddings}
         self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
         run_config = dataclasses.replace(run_config, seq_len=self.data.seq_len)
-        self.plan = known
+        self.plan = None if known is None else current_plan(known, run_config, config)
         """What the step keeps of each layer, and its number of microbatches; None for the step of the settings."""
-        if known is not None and known.digest != plan_digest(run_config):
-            # Sequences are shorter than assumed, or settings, hardware or versions have changed since a run began. The
-            # base is loaded, so its placement stays.
-            placed = dataclasses.replace(config, offload=config.offload or (None if config.full else ()))
-            sizes = {"seq_len": run_config.seq_len, "num_microbatches": run_config.num_microbatches}
-            new_plan = plan_within(dataclasses.replace(placed, **sizes), known.budget_bytes)
-            self.plan = dataclasses.replace(new_plan, formats=known.formats, digest=plan_digest(run_config))
         config = with_steps(run_config, self.data.num_train_sequences)
         if self.plan is not None:
             config = planned_config(config, self.plan)

@@ -20,7 +20,7 @@ class Attempt:
     """A choice that the search compiled."""
 
     label: str
-    """What the choice keeps, and what it places on the host."""
+    """Text: values that the choice keeps, and data that it places on the host."""
     num_microbatches: int
     seconds: float
     """Estimated time of a step."""
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def choice(self) -> str:
-        """What is kept, what is on the host, groups of layers, formats and microbatches, as text."""
+        """Text: kept values, data on the host, groups of layers, formats and microbatches."""
         kept = ", ".join(item.label for item in self.decisions if item.action == "keep")
         on_host = [item.label for item in self.decisions if item.action == "host"]
         on_host += [name.replace("_", " ") for name in PLACES if getattr(self, name) == "host"]

@@ -40,13 +40,15 @@ _WEIGHT_READS = 3
 """How often a microbatch reads each weight: forward pass, recomputation, backward pass."""
 _MAX_DECISIONS = 8
 """With more names, those that save the fewest FLOPs for each byte are recomputed."""
-_PROBE_ERROR, _CALIBRATED_ERROR = 0.035, 0.01
-"""A probe states at most this share more than a whole compilation (see `probe_step`), without and with a whole
-compilation of another choice to correct it."""
+_PROBE_ERROR, _CALIBRATED_ERROR, _LEAST_OFFSET = 0.035, 0.01, 0.5
+"""A probe states at most the first share more than a whole compilation (see `probe_step`). Once another choice was
+compiled whole, its difference to its probe is known: at least half of it is added, and the second share applies."""
 _VALUE_ERROR, _NOISE, _LIMIT = 1.5, 0.2, 2.5
-"""Standard deviations of the error of one value and of one compilation, as multiples of the value's and the largest
-value's bytes, and the number of standard deviations that excludes a choice. With these, 160 of 160 searches over 32
-policies found the best choice, with 15 compilations at most (h100 and v5e, `benchmarks/plan_truth.py`)."""
+"""Standard deviations of the error of one value and of one compilation, as multiples of the bytes of the value and of
+the largest value in `_ERROR_LAYERS` layers, and the number of standard deviations that excludes a choice. With these,
+80 of 80 searches over 32 policies found the best choice, with 15 compilations at most (`benchmarks/plan_truth.py`)."""
+_ERROR_LAYERS = 6
+"""Errors of the linear model come from a layer's temporary values, so they do not grow with the number of layers."""
 _LEAST_GAIN = 1e-6
 """A choice is not compiled if its gain over the best one, times the probability that it fits, is a smaller share."""
 _NORMAL = np.vectorize(lambda excess: math.erfc(excess / math.sqrt(2)), otypes=[float])
@@ -196,6 +198,7 @@ class _Search:
         self.probes: dict[_Choice, int] = {}
         self.attempts: list[Attempt] = []
         self._positions: dict[_Choice, int] = {}
+        self._tries_smallest = False
         self._can_probe = problem.target.platform == "tpu"
         self._decision_bytes = [item.num_bytes for item in self.measured.decisions]
         self._input_bytes = self.measured.input_bytes
@@ -207,13 +210,18 @@ class _Search:
             known = [self._least_bytes(choice) <= self._problem.budget_bytes for choice in self._known]
             fitting = [choice for choice, fits in zip(self._known, known, strict=True) if fits]
             best = min(fitting, key=lambda choice: self.seconds(choice)[1], default=None)
-            choice = None if self._is_exhausted else self._next(choices, best)
+            # The first whole compilation for a TPU corrects the probes.
+            is_uncorrected = best is not None and not self.sizes
+            choice = None if self._is_exhausted or is_uncorrected else self._next(choices, best)
             if choice is not None:
                 self._measure(choice)
-            elif best is None or best in self.sizes:
-                return best
-            else:
+            elif best is not None and best not in self.sizes:
                 self.compile(best)
+            elif best is not None or not self._is_exhausted or self._tries_smallest:
+                return best
+            else:  # for the error, too
+                self._tries_smallest = True
+                self.compile(choices[int(np.argmin(self._predict()[0]))])
 
     def _next(self, choices: list[_Choice], best: _Choice | None) -> _Choice | None:
         """Return the choice to compile next, or None if none that is faster than `best` may fit."""
@@ -222,16 +230,16 @@ class _Search:
         predictions, deviations = self._predict()
         is_open = np.array([choice not in known and self.seconds(choice)[1] < limit for choice in choices])
         excess = (predictions - budget) / deviations
-        chances = _NORMAL(excess) / 2  # the probability that a choice fits
-        if best is None and (likely := is_open & (predictions <= budget)).any():
-            return choices[int(np.argmax(likely))]  # the fastest
-        if best is None and not known and is_open.any():
-            return choices[int(np.argmin(predictions))]  # for the error, if nothing fits
+        is_possible = is_open & (excess <= _LIMIT)
+        if not (is_possible.any() or (best is None and not known)):
+            return None
         if best is None:
-            is_possible = is_open & (excess <= _LIMIT)
-            return choices[int(np.argmin(np.where(is_possible, excess, np.inf)))] if is_possible.any() else None
-        gains = (1 - np.array([self.seconds(choice)[1] for choice in choices]) / limit) * chances
-        gains = np.where(is_open & (excess <= _LIMIT), gains, 0)
+            likely = is_open & (predictions <= budget)
+            # After many misses, take the smallest choice, also for the error.
+            is_fastest = likely.any() and len(known) < MAX_COMPILATIONS // 2
+            return choices[int(np.argmax(likely) if is_fastest else np.argmin(np.where(is_open, predictions, np.inf)))]
+        chances = _NORMAL(excess) / 2  # the probability that a choice fits
+        gains = (1 - np.array([self.seconds(choice)[1] for choice in choices]) / limit) * chances * is_possible
         return choices[int(np.argmax(gains))] if gains.max(initial=0) > _LEAST_GAIN else None
 
     def _predict(self) -> tuple[Any, Any]:
@@ -260,13 +268,19 @@ class _Search:
             rows.append([1.0, share, *values, *places, *hosted])
         model = np.array([self._model_bytes(choice) for choice in self.choices()])
         arguments = self._argument_bytes(self._problem.placements[0])
-        return np.array(rows), model, max([*self._decision_bytes, _LEAST_SCALE * arguments])
+        return np.array(rows), model, max([*self._error_bytes, _LEAST_SCALE * arguments])
+
+    @property
+    def _error_bytes(self) -> list[float]:
+        """Return the bytes of each value in `_ERROR_LAYERS` layers."""
+        share = min(_ERROR_LAYERS / max(self.measured.num_layers, 1), 1.0)
+        return [share * num_bytes for num_bytes in self._decision_bytes]
 
     def _prior(self, num_features: int, scale: float) -> Any:
         """Return the prior standard deviation of each feature's error; activations of a layer may have any size."""
         prior = np.full(num_features, _VALUE_ERROR * scale)
         prior[1] = 1e3 * scale
-        values = (np.array(self._decision_bytes) + scale) / 2
+        values = (np.array(self._error_bytes) + scale) / 2
         prior[2 : 2 + 2 * len(values)] = _VALUE_ERROR * np.tile(values, 2)
         return prior
 
@@ -292,7 +306,7 @@ class _Search:
 
     @functools.cache  # noqa: B019 (a search is short)
     def choices(self) -> list[_Choice]:
-        """Return all choices, the fastest first; of equally fast choices, the one with the least on the host."""
+        """Return all choices, the fastest first; of equally fast choices, the one with fewer data on the host."""
         placements = sorted(set(self._problem.placements), key=lambda item: item.num_microbatches)
         choices = [choice for placement in placements for choice in self._choices_of(placement)]
         choices.sort(key=lambda item: (self.seconds(item)[1], _on_host(item.placement), self._model_bytes(item)))
@@ -355,8 +369,9 @@ class _Search:
         """Return the bytes that a choice needs at least, from its own compilation: exact, or a probe."""
         if choice in self.sizes:
             return self.sizes[choice].device_bytes
-        error = _CALIBRATED_ERROR if self._probe_offsets else _PROBE_ERROR
-        return self.probes[choice] + min(self._probe_offsets, default=0) - error * self.probes[choice]
+        if not (offsets := self._probe_offsets):
+            return (1 - _PROBE_ERROR) * self.probes[choice]
+        return (1 - _CALIBRATED_ERROR) * self.probes[choice] + min(min(offsets), _LEAST_OFFSET * min(offsets))
 
     def _likely_bytes(self, choice: _Choice) -> float:
         """Return the bytes of a choice from its own compilation: exact, or from a probe."""

@@ -136,7 +136,7 @@ class Trainer:
         plan: the result of `lowtide.plan` for the same model, loss and shapes. It sets what each layer keeps until the
             backward pass, the memory of layer inputs, frozen layers and optimizer state, and the number of
             microbatches. A plan for this machine also sets the default of `budget`. If the device runs out of memory
-            in `fit` all the same, the step is planned once more, for fewer bytes.
+            in `fit` all the same, the step is planned again, for fewer bytes.
 
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array is at two trainable or mutable paths.
