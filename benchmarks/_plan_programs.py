@@ -77,6 +77,21 @@ def gated(wrt: str) -> Program:
     return Program(model, loss, {"x": shape(2048, 64)}, "layers/*_lora_*" if wrt == LORA else wrt)
 
 
+def one_billion() -> Program:
+    """LoRA on the shapes of Llama 3.2 1B, 8 x 2048 tokens in bfloat16."""
+    sizes: dict[str, Any] = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_layers": 16}
+    heads: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 64, "rope_theta": 500000.0}
+    config = models.DecoderConfig(**sizes, **heads, tie_embeddings=True)
+
+    def make(key: Any) -> Any:
+        model = models.init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+        return lt.lora.add(model, lt.lora.Config(rank=16, targets="layers/**/*_proj/weight"), key=key)
+
+    batch = {name: jax.ShapeDtypeStruct((8, 2048), jnp.int32) for name in ("tokens", "labels")}
+    loss = lambda model, batch: model.stack.apply(model.outer, model.layers, batch)  # noqa: E731
+    return Program(jax.eval_shape(make, jax.random.key(0)), loss, batch, LORA, optax.adamw(1e-4))
+
+
 def equinox_stack() -> Program:
     import equinox as eqx
 

@@ -7,15 +7,19 @@
 `exhaustive` compiles all 32 policies of two blocks, with LoRA and with all weights, and compares `search` at 20 budgets
 with the best policy in order of estimated time. For a TPU, policies are first compiled cheaply, and policies that may
 fit a budget are compiled whole. `models` plans six models at five budgets each, and compiles each plan again through
-`Trainer`. `cpu` measures paired CPU seconds of 20 policies, and of the plans at five budgets.
+`Trainer`. `published` plans steps of published shapes, and counts CPU seconds. `cpu` measures paired CPU seconds of 20
+policies, and of the plans at five budgets.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,10 +29,11 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 import jax
 import numpy as np
 from _common import MIB, ROOT, header, write
-from _plan_programs import ALL, LORA, MODELS, Program, decoder, gated
+from _plan_programs import ALL, LORA, MODELS, Program, decoder, gated, one_billion
+from will_it_fit import CONFIG
 
 import lowtide as lt
-from lowtide import planning, train
+from lowtide import finetune, planning, train
 from lowtide.core import OutOfMemoryError
 from lowtide.memory import Job
 from lowtide.planning import Placement, Problem
@@ -206,6 +211,43 @@ def _verified_bytes(program: Program, plan: Any, target: Any) -> int:
     return _trainer(program, plan).memory(program.batch, target=target).device_bytes
 
 
+def published(target_name: str) -> dict[str, Any]:
+    """Plan LoRA on 1B shapes (8 x 2048 tokens) and both methods of Llama 3.1 8B (2 x 2048 tokens), in CPU seconds."""
+    target = lt.target(target_name)
+    assert target.budget_bytes is not None
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # nothing is compiled before
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        settings = {"model": folder, "batch_size": 2, "seq_len": 2048, "packing": "best-fit"}
+        configs = {"LoRA": {}, "QLoRA": {"quantize": "nf4", "quantize_embeddings": "int8"}}
+        for name, changes in configs.items():
+            start = time.process_time()
+            config = finetune.FinetuneConfig(**settings, **changes)
+            plan = finetune.plan_within(config, target.budget_bytes, target)
+            rows[f"Llama 3.1 8B, {name}"] = _figures(plan, start)
+        start = time.process_time()
+        program = one_billion()
+        arguments: dict[str, Any] = {"loss_fn": program.loss, "wrt": program.wrt, "target": target}
+        rows["1B, LoRA"] = _figures(lt.plan(program.model, program.batch, program.tx, **arguments), start)
+    return {"budget_bytes": target.budget_bytes, "rows": rows}
+
+
+def _figures(plan: Any, start: float) -> dict[str, Any]:
+    saved = sum(item.flops for item in plan.decisions if item.action != "recompute")
+    figures = {
+        "choice": plan.choice,
+        "device_bytes": plan.device_bytes,
+        "host_bytes": plan.host_bytes,
+        "flops": plan.flops,
+        "share_of_flops_saved": round(saved / (saved + plan.flops), 4),
+        "compilations": len(plan.attempts),
+        "cpu_seconds": round(time.process_time() - start, 1),
+    }
+    print(figures, flush=True)
+    return figures
+
+
 def measure_cpu(_: str) -> dict[str, Any]:
     """Measure CPU seconds of 20 policies in interleaved rounds, and compare plans at five budgets with them."""
     program, target = decoder(LORA), lt.target("here")
@@ -267,11 +309,11 @@ def _trainer(program: Program, plan: Any) -> lt.Trainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("exhaustive", "models", "cpu"))
+    parser.add_argument("part", choices=("exhaustive", "models", "cpu", "published"))
     parser.add_argument("--target", default="h100")
     args = parser.parse_args()
     start = time.process_time()
-    run = {"exhaustive": exhaustive, "models": plan_models, "cpu": measure_cpu}[args.part]
+    run = {"exhaustive": exhaustive, "models": plan_models, "cpu": measure_cpu, "published": published}[args.part]
     save(args.target, args.part, run(args.target))
     print(f"{time.process_time() - start:.0f} CPU s")
 

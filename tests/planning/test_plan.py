@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, ModelFileError, OutOfMemoryError, SelectionError, StructureError
-from lowtide.planning import Placement, Plan, Problem, search
+from lowtide.planning import Placement, Plan, Problem, plan_job, search
 from lowtide.planning import _search as searching
 from lowtide.train import step_job
 
@@ -321,3 +321,35 @@ def test_a_trainer_with_a_budget_plans_what_its_layers_keep() -> None:
     small = lt.Trainer(parameters(), loss, TX, budget=2**16)
     with pytest.raises(OutOfMemoryError, match="before its first step"):
         small.preflight(batch)
+
+
+def test_a_budget_plans_each_shape_of_a_batch_and_a_failed_evaluation_repeats_no_step() -> None:
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch, remat=True)  # noqa: E731
+    large, small = batch_of(1024), batch_of(256)
+    least = lt.Trainer(parameters(), loss, TX).memory(large).device_bytes
+    trainer = lt.Trainer(parameters(), loss, TX, budget=least + 2**21)
+    assert trainer.memory(small).device_bytes <= least < 2 * trainer.memory(small).device_bytes
+    trainer.fit([small, large, small], num_steps=3)
+    assert trainer.step == 3
+
+    class Failing:
+        def __iter__(self) -> Any:
+            yield small
+            if trainer.step == 4:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        trainer.fit([small] * 6, num_steps=6, eval_data=Failing(), eval_every=1)
+    assert trainer.step == 4
+
+
+def test_inputs_that_the_caller_moves_may_be_exposed_and_jobs_may_have_keyword_arguments() -> None:
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch)  # noqa: E731
+    job = step_job(parameters(), loss, TX, "**", batch_of(64))
+    slow = lt.target("cpu", host_link_bandwidth="1 MB/s")
+    plan = search(Problem(lambda _: job, [Placement(layer_inputs="host")], slow, 2**40))
+    assert plan.layer_inputs == "host" and not plan.hidden.offload
+    with_keyword = lt.memory.Job(
+        fn=lambda params, *, batch: loss(params, batch), args=(parameters(),), kwargs={"batch": batch_of(64)}
+    )
+    assert plan_job(with_keyword, lt.target("cpu"), 2**40).decisions

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError, LowtideError, format_bytes
+from ..core import ConfigError, LowtideError, OutOfMemoryError, format_bytes
 from . import _config_flags, _data_report, _distributed
 from ._arguments import check_not_empty
 from ._output import print_labelled, progress_bar
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
     interrupted = _remember_interrupts()
     try:
-        plan = _plan(console, config, budget, args, sharding)
+        plan = {"plan": _plan(console, config, budget, args, sharding), "keeps_plan": args.plan != "off"}
         _finetune(console, config, out, interrupted, sharding, plan, compare=args.compare)
     except LowtideError:
         with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ def _finetune(
         def show(completed: int, total: int) -> None:
             progress.update(task, completed=completed, total=total)
 
-        job = Finetune(config, out, on_tokenise=show, sharding=sharding, plan=plan)
+        job = Finetune(config, out, on_tokenise=show, sharding=sharding, **plan)
         progress.update(task, description="compiling the step", total=None)
         table = job.memory()
         progress.remove_task(task)
@@ -221,7 +221,7 @@ def _plan(console: Console, config: Any, budget: int | None, args: argparse.Name
     is_explicit = budget is not None or args.target is not None or bool(args.allow)
     obstacle = "--plan off" if args.plan == "off" else "several devices" if sharding is not None else None
     if obstacle is not None and is_explicit:
-        hint = "leave it out" if sharding is None else "the printed plan states the bytes of each device"
+        hint = "leave --budget, --target and --allow out"
         raise ConfigError(f"--budget, --target and --allow plan a step, which excludes {obstacle}", hint=hint)
     # A resumed run reads its plan from its folder.
     if obstacle is not None or (args.resume and not is_explicit):
@@ -236,7 +236,13 @@ def _plan(console: Console, config: Any, budget: int | None, args: argparse.Name
             return None
         budget = int((1 - _RESERVE) * target.budget_bytes)
     with progress_bar(console) as progress:
-        return plan_settings(progress, config, budget, target, args.allow or ())
+        try:
+            return plan_settings(progress, config, budget, target, args.allow or ())
+        except OutOfMemoryError as error:
+            if is_explicit:
+                raise
+            print_labelled(console, "warning", f"the step is not planned: {error.message}")
+            return None
 
 
 def _report_only(args: argparse.Namespace) -> int:

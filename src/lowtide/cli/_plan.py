@@ -68,10 +68,11 @@ def plan_settings(progress: Any, config: Any, budget: int, target: Any, allow: S
 
 def _show_on(progress: Any) -> Any:
     task = progress.add_task("planning the step", total=None)
+    sizes: list[str] = []
 
     def show(attempt: Any) -> None:
-        text = f"{attempt.label}, microbatches: {attempt.num_microbatches}, {format_bytes(attempt.device_bytes)}"
-        progress.update(task, description=f"planning the step; compiled: {text}")
+        sizes.append(format_bytes(attempt.device_bytes))
+        progress.update(task, description=f"planning the step; choices compiled: {len(sizes)}, the last: {sizes[-1]}")
 
     return show
 

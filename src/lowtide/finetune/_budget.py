@@ -108,7 +108,9 @@ def current_plan(plan: Plan, run_config: FinetuneConfig, placed: FinetuneConfig)
         return plan
     offload = placed.offload or (None if placed.full else ())
     sizes = {"seq_len": run_config.seq_len, "num_microbatches": run_config.num_microbatches}
-    new_plan = plan_within(dataclasses.replace(placed, offload=offload, **sizes), plan.budget_bytes)
+    allow = [word for word in plan.formats if word == "exposed_copies"]  # the others are settings of `placed`
+    config = dataclasses.replace(placed, offload=offload, **sizes)
+    new_plan = plan_within(config, plan.budget_bytes, plan.target, allow=allow)
     return dataclasses.replace(new_plan, formats=plan.formats, digest=digest)
 
 

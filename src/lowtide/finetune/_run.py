@@ -70,6 +70,7 @@ class Finetune:
         sharding: rules that shard the work over the devices of one or more processes.
         plan: the result of `plan_within` for these settings. If the data make sequences shorter than it assumed, the
             step is planned again. Without `plan`, a resumed run keeps its plan, or plans again if settings changed.
+        keeps_plan: whether a resumed run without `plan` keeps its plan.
 
     Raises:
         ModelFileError: for an unusable model directory.
@@ -89,6 +90,7 @@ class Finetune:
         on_tokenise: Callable[[int, int], None] | None = None,
         sharding: ShardingRules | None = None,
         plan: Plan | None = None,
+        keeps_plan: bool = True,
     ) -> None:
         if sharding is not None:
             _refuse_for_sharding(config, is_pipeline=STAGE in sharding.mesh.shape)
@@ -97,7 +99,7 @@ class Finetune:
         self._trackers = _trackers(config, self.out, self._with_rate)  # first, so that a missing package raises at once
         self.directory = directory_of(config)
         self.tokenizer_dir = tokenizer_folder(self.directory, config.tokenizer)
-        known = plan or (read_plan(self.out) if sharding is None else None)
+        known = plan or (read_plan(self.out) if sharding is None and keeps_plan else None)
         run_config, config = config, config if known is None else planned_config(config, known)
         self.base, self.tokenizer = load_base(config, self.directory, None if sharding is None else sharding.of)
         parts = JobPlan.make(config, self.base)  # before the data, whose preparation may take hours

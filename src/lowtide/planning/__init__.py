@@ -1,6 +1,5 @@
 """Choose how a training step uses memory: the fastest step that a compiler confirms to fit a budget."""
 
-from ._compiler import executable_of as executable_of
 from ._decisions import Decision as Decision
 from ._decisions import Memory as Memory
 from ._decisions import Remat as Remat
@@ -24,7 +23,6 @@ __all__ = [
     "Problem",
     "Remat",
     "all_placements",
-    "executable_of",
     "plan_job",
     "planned",
     "runs_stack",

@@ -1,7 +1,6 @@
-"""Compile the candidates of a plan: exactly, or cheaply for a TPU, and never twice.
+"""Compile the candidates of a plan: exactly, or cheaply for a TPU.
 
-Results are kept on disk, by a hash of the program, the versions and the target. The newest executable for this machine
-is kept in memory, so that a run need not compile its step again.
+Results are kept on disk, by a hash of the program, the versions and the target.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import HiddenPass, LowtideError, write_files
+from ..core._compat import has_cudnn
 from ..hlo import CompiledProgram, compile_lowered, is_out_of_memory, lower_program
 from ..memory import Job
 from ..memory._analysis import examine
@@ -30,8 +30,6 @@ _FREE_BYTES = 2**24
 """Bytes of a TPU that a cheap compilation leaves for the step, so that every larger step is refused."""
 _ROW_BYTES = 2**20
 _FORMAT = 1
-_executables: dict[str, Any] = {}
-"""The newest executable for this machine, by the hash of its program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +50,9 @@ def compile_step(job: Job, hidden: HiddenPass | None, target: Target) -> Size:
     """
     program = _lower(job, hidden, target)
     key = _key(program.lowered, target)
-    if (size := _read(key)) is not None and target.is_ahead_of_time:
+    if (size := _read(key)) is not None:
         return size
-    program = compile_lowered(program)
-    if not target.is_ahead_of_time and program.error is None:
-        _executables.clear()
-        _executables[key] = program.compiled
-    report = examine(program, job.roles)[0]
+    report = examine(compile_lowered(program), job.roles)[0]
     owners = dict[str, int]()
     for buffer in report.peak:
         label = f"{buffer.role}: {buffer.label}"
@@ -100,11 +94,6 @@ def probe_step(job: Job, hidden: HiddenPass | None, target: Target) -> int | Non
     return estimate if estimate > 0 else None
 
 
-def executable_of(lowered: Any, target: Target) -> Any | None:
-    """Return the executable of a lowered program, if it is the newest one that `compile_step` made; else None."""
-    return _executables.get(_key(lowered, target))
-
-
 def _lower(job: Job, hidden: HiddenPass | None, target: Target) -> CompiledProgram:
     fn = job.fn if hidden is None else planned(job.fn, hidden)
     # As in a trainer, arguments that the step does not read stay on the device.
@@ -122,15 +111,8 @@ def _donated(job: Job) -> tuple[int, ...]:
 
 def _key(lowered: Any, target: Target) -> str:
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    facts = [
-        _FORMAT,
-        target.name,
-        target.chip,
-        target.device_bytes,
-        target.hbm_bytes,
-        sorted(versions().items()),
-        flags,
-    ]
+    chip = [target.name, target.chip, target.device_bytes, target.hbm_bytes]
+    facts = [_FORMAT, chip, has_cudnn(), sorted(versions().items()), flags]
     return hashlib.sha256(f"{facts}\n{lowered.as_text()}".encode()).hexdigest()
 
 

@@ -66,7 +66,7 @@ class Plan:
     parameters: Memory = "device"
     """Memory of the frozen layers."""
     formats: tuple[str, ...] = ()
-    """Formats of `allow` that the step uses, because no choice without them fits."""
+    """Words of `allow` with which the plan was found, because no choice without them fits."""
     has_stack: bool = True
     """Whether the loss runs a `lowtide.core.LayerStack`. Without one, only placements are planned."""
     device_bytes: int
@@ -85,7 +85,7 @@ class Plan:
     digest: str = ""
     """Hash of the settings of a run that keeps its plan; empty without such a run."""
     attempts: tuple[Attempt, ...] = ()
-    """All compiled choices, in the order of the search."""
+    """All choices that were compiled whole, in the order of the search."""
 
     @property
     def hidden(self) -> Remat:
@@ -177,14 +177,17 @@ class Plan:
         """Draw the compiled choices: estimated time against bytes, the budget and the frontier.
 
         Raises:
-            ConfigError: without matplotlib.
+            ConfigError: without matplotlib, or for a plan without compiled choices.
             OutputError: when the file cannot be written.
         """
         groups = [(attempt.label, attempt.num_microbatches) for attempt in self.attempts]
         points = [(attempt.device_bytes, attempt.seconds) for attempt in self.attempts]
         labels = [f"{label}, microbatches: {number}" for label, number in groups]
         title = f"{format_bytes(self.device_bytes)} of {format_bytes(self.budget_bytes)} on {self.target}"
-        picture = frontier_png(title, points, labels, self.budget_bytes, [p.device_bytes for p in self.frontier])
+        if not points:
+            raise ConfigError("the plan has no compiled choices to draw", hint="draw the result of lt.plan")
+        frontier = [(attempt.device_bytes, attempt.seconds) for attempt in self.frontier]
+        picture = frontier_png(title, points, labels, self.budget_bytes, frontier)
         write_files(Path(path).parent, {Path(path).name: picture})
 
     @property
@@ -196,7 +199,7 @@ class Plan:
         parts = [f"keep {kept}" if kept else "recompute all"] if self.decisions else []
         parts += [f"on the host: {', '.join(on_host)}"] if on_host else []
         parts += [f"groups of {self.layers_per_remat} layers"] if self.layers_per_remat > 1 else []
-        parts += [f"formats: {', '.join(self.formats)}"] if self.formats else []
+        parts += [f"allowed: {', '.join(self.formats)}"] if self.formats else []
         parts += [] if self.has_stack else ["placement only"]
         return "; ".join([*parts, f"microbatches: {self.num_microbatches}"])
 

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from ..core import ConfigError, OutOfMemoryError, format_bytes, memory_space, tree_bytes
+from ..core._compat import jit_options
 from ..jaxprs import jaxpr_flops, plain
 from ..memory import Job
 from ..targets import Target
@@ -51,7 +52,7 @@ _ERROR_LAYERS = 6
 """Errors of the linear model come from a layer's temporary values, so they do not grow with the number of layers."""
 _LEAST_GAIN = 1e-6
 """A choice is not compiled if its gain over the best one, times the probability that it fits, is a smaller share."""
-_NORMAL = np.vectorize(lambda excess: math.erfc(excess / math.sqrt(2)), otypes=[float])
+_CACHED = ("_argument_bytes", "_weight_bytes", "_hosted_layer_bytes", "_hosted_state_bytes")
 _LEAST_SCALE = 0.03
 """The largest value counts as at least this share of the arguments, for steps without named values."""
 
@@ -111,7 +112,7 @@ def search(problem: Problem, *, on_compile: Callable[[Attempt], None] | None = N
 
     Args:
         problem: the step, the choices and the budget.
-        on_compile: called after each compilation.
+        on_compile: called after each whole compilation.
 
     Returns:
         The plan.
@@ -140,6 +141,15 @@ def plan_job(job: Job, target: Target, budget: int, *, on_compile: Callable[[Att
         ConfigError: when the step runs no `LayerStack.hidden`.
         OutOfMemoryError: when no choice fits.
     """
+    if job.static_argnums not in (None, (), []):
+        raise ConfigError("a job with static arguments cannot be planned", hint="bind them with functools.partial")
+    fn, kwargs = job.fn, dict(job.kwargs)
+    donated = jit_options(fn)[0] if hasattr(fn, "lower") else job.donate_argnums
+    if kwargs:  # plans handle positional arguments only; a dictionary is the last one
+        original = fn
+        job = dataclasses.replace(job, args=(*job.args, kwargs), kwargs={}, roles=None)
+        job = dataclasses.replace(job, fn=lambda *args: original(*args[:-1], **args[-1]))
+    job = dataclasses.replace(job, donate_argnums=donated)
     return search(Problem(lambda _: job, [Placement()], target, budget), on_compile=on_compile)
 
 
@@ -150,7 +160,7 @@ def search_formats(
     *,
     on_compile: Callable[[Attempt], None] | None = None,
 ) -> Plan:
-    """Search without formats; if nothing fits, search with the first allowed one, then with the first two, and so on.
+    """Search without formats; if nothing fits, search with each allowed one, in their order, and at last with all.
 
     Args:
         problem: returns the problem with the given formats.
@@ -164,8 +174,7 @@ def search_formats(
     """
     allowed = [name for name in formats if name in allow]
     errors: list[OutOfMemoryError] = []
-    for count in range(len(allowed) + 1):
-        used = tuple(allowed[:count])
+    for used in [(), *((name,) for name in allowed), *([tuple(allowed)] if len(allowed) > 1 else [])]:
         try:
             plan = search(problem(used), on_compile=on_compile)
         except OutOfMemoryError as error:
@@ -184,6 +193,9 @@ class _Search:
     def __init__(self, problem: Problem, on_compile: Callable[[Attempt], None] | None) -> None:
         self._problem, self._on_compile = problem, on_compile
         self._rates = rates(problem.target)
+        # Caches of this object: those of its class would keep the model alive.
+        for name in ("choices", "seconds", "_features", *_CACHED):
+            setattr(self, name, functools.cache(getattr(self, name)))
         self.job = functools.cache(problem.job)
         # With more microbatches, the loss is traced more than once.
         first = min(problem.placements, key=lambda item: (_on_host(item), item.num_microbatches))
@@ -217,11 +229,13 @@ class _Search:
                 self._measure(choice)
             elif best is not None and best not in self.sizes:
                 self.compile(best)
-            elif best is not None or not self._is_exhausted or self._tries_smallest:
+            elif best is not None or self._tries_smallest:
                 return best
             else:  # for the error, too
                 self._tries_smallest = True
-                self.compile(choices[int(np.argmin(self._predict()[0]))])
+                rest = [choice for choice in choices if choice not in self.sizes]
+                predictions = self._predict()[0]
+                self.compile(min(rest, key=lambda choice: predictions[self._positions[choice]]))
 
     def _next(self, choices: list[_Choice], best: _Choice | None) -> _Choice | None:
         """Return the choice to compile next, or None if none that is faster than `best` may fit."""
@@ -238,7 +252,7 @@ class _Search:
             # After many misses, take the smallest choice, also for the error.
             is_fastest = likely.any() and len(known) < MAX_COMPILATIONS // 2
             return choices[int(np.argmax(likely) if is_fastest else np.argmin(np.where(is_open, predictions, np.inf)))]
-        chances = _NORMAL(excess) / 2  # the probability that a choice fits
+        chances = _probability_to_fit(excess)
         gains = (1 - np.array([self.seconds(choice)[1] for choice in choices]) / limit) * chances * is_possible
         return choices[int(np.argmax(gains))] if gains.max(initial=0) > _LEAST_GAIN else None
 
@@ -256,7 +270,6 @@ class _Search:
         variance = np.einsum("ij,jk,ik->i", features, covariance, features) + noise
         return model + features @ mean, np.sqrt(variance)
 
-    @functools.cache  # noqa: B019 (a search is short)
     def _features(self) -> tuple[Any, Any, float]:
         """Return the features of all choices, their bytes by the linear model, and the bytes of the largest value."""
         rows: list[list[float]] = []
@@ -304,7 +317,6 @@ class _Search:
 
     # --- choices and their time ------------------------------------------------------------------------------------
 
-    @functools.cache  # noqa: B019 (a search is short)
     def choices(self) -> list[_Choice]:
         """Return all choices, the fastest first; of equally fast choices, the one with fewer data on the host."""
         placements = sorted(set(self._problem.placements), key=lambda item: item.num_microbatches)
@@ -326,10 +338,9 @@ class _Search:
         if not is_whole and self.measured.layers_per_remat > 1:
             choices.append(_Choice(placement, self.measured.layers_per_remat, nothing))
         for choice in choices:
-            if self._problem.allows_exposed_copies or self._exposed(choice, only_values=True) == 0:
+            if self._problem.allows_exposed_copies or self._exposed_value_seconds(choice) == 0:
                 yield choice
 
-    @functools.cache  # noqa: B019 (a search is short)
     def seconds(self, choice: _Choice) -> tuple[float, float]:
         """Return the estimated time of a step, with and without overlap of operations and memory traffic."""
         placement = choice.placement
@@ -344,20 +355,31 @@ class _Search:
         saved = sum(item.flops for item, action in items if action != "recompute")
         return self.measured.flops - saved + (self.measured.group_flops if choice.layers_per_remat > 1 else 0)
 
-    def _exposed(self, choice: _Choice, *, only_values: bool = False) -> float:
-        """Return seconds of host copies that no pass hides; with `only_values`, those of values of the layers."""
+    def _exposed(self, choice: _Choice) -> float:
+        """Return seconds of host copies that no pass hides."""
         forward = self.measured.recomputed_flops
         backward = self.flops(choice) - forward
-        moved = sum(self._bytes_of(choice, "host"))
-        if choice.placement.layer_inputs == "host":
-            moved += self._live_inputs(choice, "device")
-        exposed = self._rates.exposed_seconds
-        if only_values:
-            return exposed(moved, forward) + exposed(moved, backward) if moved else 0.0
+        moved = self._moved_bytes(choice)
         layers = self._hosted_layer_bytes(choice.placement) * choice.placement.num_microbatches
         # The link carries both directions at once. Layers are read in both passes.
+        exposed = self._rates.exposed_seconds
         seconds = exposed(max(moved, layers), forward) + exposed(moved + layers, backward)
         return seconds + exposed(self._hosted_state_bytes(choice.placement), 0)
+
+    def _exposed_value_seconds(self, choice: _Choice) -> float:
+        """Return seconds of copies of values and layer inputs that no pass hides, if the plan may avoid them."""
+        forward = self.measured.recomputed_flops
+        moved = self._moved_bytes(choice)
+        if all(placement.layer_inputs == "host" for placement in self._problem.placements):
+            moved -= self._hosted_inputs(choice)  # the caller has decided
+        exposed = self._rates.exposed_seconds
+        return exposed(moved, forward) + exposed(moved, self.flops(choice) - forward) if moved > 0 else 0.0
+
+    def _moved_bytes(self, choice: _Choice) -> float:
+        return sum(self._bytes_of(choice, "host")) + self._hosted_inputs(choice)
+
+    def _hosted_inputs(self, choice: _Choice) -> float:
+        return self._live_inputs(choice, "device") if choice.placement.layer_inputs == "host" else 0
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 
@@ -405,11 +427,9 @@ class _Search:
             for num_bytes, chosen in zip(self._decision_bytes, choice.actions, strict=True)
         ]
 
-    @functools.cache  # noqa: B019
     def _argument_bytes(self, placement: Placement) -> int:
         return tree_bytes([leaf for leaf in jax.tree.leaves(self.job(placement).args) if _is_on_device(leaf)])
 
-    @functools.cache  # noqa: B019
     def _weight_bytes(self, placement: Placement) -> tuple[int, int]:
         """Return the bytes of arguments that each microbatch reads, and of those that each step reads once."""
         job = self.job(placement)
@@ -417,13 +437,11 @@ class _Search:
         state = tree_bytes(job.args[position]) if isinstance(position, int) else 0
         return total - state, state
 
-    @functools.cache  # noqa: B019
     def _hosted_layer_bytes(self, placement: Placement) -> int:
         leaves = jax.tree.leaves(self.job(placement).args) if placement.parameters == "host" else []
         hosted = tree_bytes([leaf for leaf in leaves if not _is_on_device(leaf)])
         return max(hosted - self._hosted_state_bytes(placement), 0)
 
-    @functools.cache  # noqa: B019
     def _hosted_state_bytes(self, placement: Placement) -> int:
         position = (self.job(placement).roles or {}).get("optimizer")
         if placement.optimizer == "device" or not isinstance(position, int):
@@ -523,6 +541,11 @@ def _limited(measured: Measured) -> Measured:
 
 def _flops_per_byte(decision: Decision) -> float:
     return decision.flops / max(decision.num_bytes, 1)
+
+
+def _probability_to_fit(excess: Any) -> Any:
+    """Return the probability that a normal variable is below its mean less `excess` standard deviations."""
+    return np.vectorize(lambda value: math.erfc(value / math.sqrt(2)) / 2, otypes=[float])(excess)
 
 
 def _on_host(placement: Placement) -> int:

@@ -51,8 +51,7 @@ from ..memory import (
 )
 from ..offload import state_shardings
 from ..pipeline import StageReport
-from ..planning import Plan, executable_of, planned
-from ..targets import resolve_target
+from ..planning import Plan, planned
 from ._events import user_stacklevel
 from ._pipeline_step import PipelineStep
 from ._signals import delay_signals
@@ -98,6 +97,8 @@ class CompiledStep:
     ) -> None:
         self._plan, self._planner = plan, planner
         self._plans_itself, self._has_replanned = plan is None, False
+        self._plans: dict[Any, Plan | None] = {}
+        """Plans that the step made itself, by the shapes of a batch; None if no choice fits."""
         self._step, self._store, self._sharding, self._processes = step, store, sharding, processes
         self._reschedulable = step if isinstance(step, PipelineStep) and step.can_reschedule else None
         self._num_microbatches, self._has_weight = num_microbatches, has_weight
@@ -115,22 +116,29 @@ class CompiledStep:
         if budget_bytes is not None:
             check_integer("budget", budget_bytes, hint='budget="14 GiB", or None for all bytes of the device')
         self.budget_bytes = budget_bytes
-        if self._plans_itself and self._planner is not None:
-            self._use_plan(None)
+        if self._plans_itself and self._plans:
+            self._plans, self._programs, self._reports = {}, {}, {}
 
-    def _use_plan(self, plan: Plan | None) -> None:
+    def _use_plan(self, plan: Plan) -> None:
         self._plan = plan
         self._programs, self._reports = {}, {}
-        if plan is not None and isinstance(self._step, WholeStep):
+        if isinstance(self._step, WholeStep):
             self._step.set_num_microbatches(plan.num_microbatches)
             self._num_microbatches = plan.num_microbatches
 
     def _plan_first(self, shapes: Tree) -> None:
-        """Plan the step within the budget, unless the caller passed a plan; without a fitting choice, do nothing."""
-        needs_plan = self._plans_itself and self._plan is None and self.budget_bytes is not None
-        if needs_plan and self._planner is not None:
-            with contextlib.suppress(OutOfMemoryError):  # the unplanned step is refused with its owners and remedies
-                self._use_plan(self._planner(shapes, self.budget_bytes or 0, [self._num_microbatches]))
+        """Plan the step for a batch of these shapes within the budget, unless the caller passed a plan.
+
+        If no choice fits, the step is not planned, and refused with its owners and remedies.
+        """
+        if not self._plans_itself or self._planner is None or self.budget_bytes is None:
+            return
+        key = self._key(shapes)
+        if key not in self._plans:
+            self._plans[key] = None
+            with contextlib.suppress(OutOfMemoryError):
+                self._plans[key] = self._planner(shapes, self.budget_bytes, [self._num_microbatches])
+        self._plan = self._plans[key]
 
     def replan(self, error: BaseException, batch: Tree) -> bool:
         """Plan the step again for fewer bytes after an out-of-memory error, at most once; return whether it changed.
@@ -150,11 +158,15 @@ class CompiledStep:
         self._programs, self._reports = {}, {}  # frees the old executable
         try:
             new = self._planner(shapes, budget, numbers)
-        except OutOfMemoryError as failure:
+        except Exception as failure:
+            if not (isinstance(failure, OutOfMemoryError) or is_out_of_memory(failure)):
+                raise
             error.add_note(f"the step was planned again, but {failure}")
             return False
-        assert new is not None, "a planned step runs a stack"
+        if new is None:  # without a stack, there is nothing to recompute
+            return False
         self._use_plan(new)
+        self._plans = {self._key(shapes): new}
         warnings.warn(
             f"the device ran out of memory, so the step was planned again for {format_bytes(budget)}: {new.choice}\n"
             "hint: leave more memory free next time: a smaller budget",
@@ -269,9 +281,7 @@ class CompiledStep:
             lowered = self._jitted(step).lower(*self._arguments(batch))
             self._processes.agree_on_program(lowered)
             try:
-                # A plan for this machine has compiled this program already.
-                program: Any = self._plan and executable_of(lowered, resolve_target(None))
-                program = program or lowered.compile()
+                program: Any = lowered.compile()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -318,9 +328,10 @@ class CompiledStep:
 
 def _missing_bytes(error: BaseException) -> int:
     """Return the bytes that an allocation lacked: those of the message, less the free bytes of the device."""
-    match = re.search(r"allocat\w* ([\d.]+)\s?(bytes|[KMGT]?i?B)", str(error))
+    # GPUs write "allocate 2.50GiB", CPUs "allocating 1024 bytes", TPUs "allocate 1.50G".
+    match = re.search(r"allocat\w* ([\d.]+)\s?([KMGT]?)", str(error))
     stats = jax.local_devices()[0].memory_stats() or {}
-    requested = parse_bytes(f"{match[1]} {match[2].replace('bytes', 'B')}") if match else 0
+    requested = int(float(match[1].rstrip(".")) * 1024 ** " KMGT".index(match[2] or " ")) if match else 0
     return max(requested - (stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)), 0)
 
 

@@ -293,7 +293,7 @@ class Session:
             try:
                 yield from self._step(step, batch)
             except Exception as error:
-                yield from self._retry_smaller(error, batch)
+                yield from self._retry_smaller(error, step, batch)
             step = self.store.step
         yield from self.settle()
         is_terminated = any_process(self._sigterm.has_arrived)  # a signal to one machine ends the run on all
@@ -311,20 +311,27 @@ class Session:
                 text = f"saved in {manager.directory}" if manager.latest_step() == step else "with nothing to save"
             logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, %s", step, text)
 
-    def _retry_smaller(self, error: Exception, batch: Tree) -> Iterator[Event]:
+    def _retry_smaller(self, error: Exception, step: int, batch: Tree) -> Iterator[Event]:
         """Continue a planned run after an out-of-memory error: with a smaller step, from the newest copy of the state.
 
         Raise the error again if the step cannot be planned again, or if there is no copy.
         """
-        if self.processes.count > 1 or isinstance(error, LowtideError) or not self.compiled.replan(error, batch):
+        is_alive = self.snapshots.is_alive()
+        is_other_error = isinstance(error, LowtideError) or (is_alive and self.store.step != step)
+        if self.processes.count > 1 or is_other_error or not self.compiled.replan(error, batch):
             raise error
-        if self.snapshots.is_alive():  # the step had not begun, so the batch is tried again
-            yield from self._step(self.store.step, batch)
+        if is_alive:  # the step had not begun, so the batch is tried again
+            yield from self._step(step, batch)
             return
         self._pending = []
-        self.snapshots.recover()
-        step = self.store.step
-        self.cursor.go_back(step, self.snapshots.metadata.position)
+        try:
+            self.snapshots.recover()
+            step = self.store.step
+            self.cursor.go_back(step, self.snapshots.metadata.position)
+        except LowtideError as failure:
+            raise error from failure
+        if self._evaluated_step is not None and self._evaluated_step > step:
+            self._evaluated_step = None
         self.records[:] = [record for record in self.records if record["step"] <= step]
         yield Event("rollback", step)
 

@@ -35,7 +35,7 @@ from ._compilation import step_job
 from ._step import LossFn
 
 _MOVABLE = ("optimizer", "parameters")
-Allowed = Literal["8bit_state", "exposed_copies"]
+Allowed = Literal["exposed_copies", "8bit_state"]
 
 
 def plan(
@@ -60,7 +60,7 @@ def plan(
     FLOPs are counted in the jaxpr of the step, times are estimated (`Plan.seconds`), and bytes are compiled.
 
     Host memory is used only if the speed of the link is known (`Target.host_link_bandwidth`). Values and inputs of
-    layers move only if the forward pass hides the copies; on GPUs none is hidden.
+    layers move only if the passes hide the copies; on GPUs none is hidden.
 
     With microbatches, the loss is the weighted mean of the losses of the microbatches. Without `weight`, it differs
     from the loss of the whole batch if rows have different numbers of targets. So does a loss that mixes rows, such as
@@ -79,7 +79,7 @@ def plan(
             (`lowtide.optim.low_precision`). ``"exposed_copies"`` allows copies of values that no computation hides.
         weight: function of a batch that returns its weight, as in `Trainer`.
         num_microbatches: numbers of microbatches that may be chosen; None for all divisors of the batch's rows.
-        on_compile: called after each compilation with the choice and its bytes.
+        on_compile: called after each whole compilation with the choice and its bytes.
 
     Returns:
         The plan. Pass it to ``Trainer(plan=...)``.
@@ -92,7 +92,8 @@ def plan(
         TargetError: for an unknown target, or one whose compiler is not installed.
 
     Memory:
-        The host holds one compilation at a time, at most 17 whole ones in all. Nothing is allocated on the target.
+        The host holds one compilation at a time, at most 16 whole ones in each search. Each word of `allow` may add a
+        search. Nothing is allocated on the target.
     """
     goal = resolve_target(target)
     budget_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget

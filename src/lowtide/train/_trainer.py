@@ -123,8 +123,8 @@ class Trainer:
             value so far, a checkpoint is saved, and kept in addition to the newest ones.
         best_mode: whether less (``"min"``) or more (``"max"``) is better.
         budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all bytes of the device. Larger
-            steps are refused. With a budget, a loss that runs a `LayerStack` is planned before the first step: layers
-            keep what fits, whatever `remat` says. A pipeline's schedule is chosen within the budget.
+            steps are refused. With a budget, a loss that runs a `LayerStack` is planned before the first step: the plan
+            replaces `remat`. A pipeline's schedule is chosen within the budget.
         sharding: how arrays and batches are sharded over devices, in one process or many. By default arrays stay where
             they are, and batches go to the default device. With a pipeline, batches are not sharded along ``stage``.
         pipeline: for a model of ``outer`` and ``layers``: a schedule that trains the layers in stages, along the mesh
@@ -767,6 +767,7 @@ def _microbatches_of(
         ),
         "compute_dtype": (compute_dtype is not None, "cast in the loss: lt.plan plans the step without compute_dtype"),
         "sharding": (sharding is not None, "leave plan out: lt.plan plans steps on one device"),
+        "nf4_weights": ("nf4_weights" in plan.formats, "quantise the model with lt.quantize, and plan it"),
         "a pipeline": (pipeline is not None, "leave plan out: a schedule adapts to the budget by itself"),
         "a layerwise step": (isinstance(tx, LayerwiseStep), "leave plan out: such a step keeps one layer at a time"),
     }

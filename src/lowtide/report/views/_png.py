@@ -88,20 +88,23 @@ def diff_png(difference: DiffFacts) -> bytes:
 
 
 def frontier_png(
-    title: str, points: Sequence[tuple[int, float]], labels: Sequence[str], budget: int, frontier: Sequence[int]
+    title: str,
+    points: Sequence[tuple[int, float]],
+    labels: Sequence[str],
+    budget: int,
+    frontier: Sequence[tuple[int, float]],
 ) -> bytes:
     """Draw the choices of a plan as a PNG of 1600×900: estimated time against bytes, and a numbered list.
 
-    `points` are (bytes, seconds) of each choice, `labels` say what it is, and `frontier` are the bytes of the choices
-    that no other one dominates.
+    `points` are (bytes, seconds) of each choice, `labels` describe the choices, and `frontier` are the points that no
+    other one dominates.
     """
     mpl = _matplotlib()
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
         figure, grid = _figure(title, "compiled bytes on one device, estimated time of a step", num_rows=1)
         axes: Any = figure.add_subplot(grid[0])
         top = max(budget, *(num_bytes for num_bytes, _ in points))
-        best = sorted(point for point in points if point[0] in frontier)
-        axes.step(*zip(*best, strict=True), where="post", color=_MUTED, linewidth=1)
+        axes.step(*zip(*sorted(frontier), strict=True), where="post", color=_MUTED, linewidth=1)
         for number, (num_bytes, seconds) in enumerate(points, start=1):
             color = "#12805c" if num_bytes <= budget else "#c2410c"
             axes.plot([num_bytes], [seconds], "o", color=color, markersize=9)
