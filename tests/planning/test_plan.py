@@ -349,7 +349,6 @@ def test_inputs_that_the_caller_moves_may_be_exposed_and_jobs_may_have_keyword_a
     slow = lt.target("cpu", host_link_bandwidth="1 MB/s")
     plan = search(Problem(lambda _: job, [Placement(layer_inputs="host")], slow, 2**40))
     assert plan.layer_inputs == "host" and not plan.hidden.offload
-    with_keyword = lt.memory.Job(
-        fn=lambda params, *, batch: loss(params, batch), args=(parameters(),), kwargs={"batch": batch_of(64)}
-    )
+    grads = lambda params, *, batch: jax.grad(lambda params: loss(params, batch)[0])(params)  # noqa: E731
+    with_keyword = lt.memory.Job(fn=grads, args=(parameters(),), kwargs={"batch": batch_of(64)})
     assert plan_job(with_keyword, lt.target("cpu"), 2**40).decisions
