@@ -217,7 +217,7 @@ def published(target_name: str) -> dict[str, Any]:
     assert target.budget_bytes is not None
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder  # nothing is compiled before
+        os.environ["LOWTIDE_CACHE"] = folder  # nothing is compiled before
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         settings = {"model": folder, "batch_size": 2, "seq_len": 2048, "packing": "best-fit"}
         configs = {"LoRA": {}, "QLoRA": {"quantize": "nf4", "quantize_embeddings": "int8"}}

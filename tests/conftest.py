@@ -31,7 +31,7 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Plans keep compiled bytes on disk; tests must not read those of an earlier version of the code.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lowtide-tests-")
+os.environ["LOWTIDE_CACHE"] = tempfile.mkdtemp(prefix="lowtide-tests-")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 # Threads of NumPy and PyTorch wait for their next product by spinning, on the core of the other worker.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

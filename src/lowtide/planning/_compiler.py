@@ -118,7 +118,7 @@ def _key(lowered: Any, target: Target) -> str:
 
 def _file(key: str) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root, "lowtide", "plans", f"{key}.json")
+    return Path(os.environ.get("LOWTIDE_CACHE") or Path(root, "lowtide"), "plans", f"{key}.json")
 
 
 def _read(key: str) -> Size | None:
