@@ -42,8 +42,8 @@ _WEIGHT_READS = 3
 _MAX_DECISIONS = 8
 """With more names, those that save the fewest FLOPs for each byte are recomputed."""
 _PROBE_ERROR, _CALIBRATED_ERROR, _LEAST_OFFSET = 0.035, 0.01, 0.5
-"""A probe states at most the first share more than a whole compilation (see `probe_step`). Once another choice was
-compiled whole, its difference to its probe is known: at least half of it is added, and the second share applies."""
+"""A probe of a large step is assumed to state at most the first share too much (see `probe_step`). Once another choice
+was compiled whole, its difference to its probe is known: at least half of it is added, and the second share applies."""
 _VALUE_ERROR, _NOISE, _LIMIT = 1.5, 0.2, 2.5
 """Standard deviations of the error of one value and of one compilation, as multiples of the bytes of the value and of
 the largest value in `_ERROR_LAYERS` layers, and the number of standard deviations that excludes a choice. With these,
@@ -326,7 +326,7 @@ class _Search:
         return choices
 
     def _choices_of(self, placement: Placement) -> Iterator[_Choice]:
-        """Yield the choices of a placement; copies to the host stay within the forward pass that hides them."""
+        """Yield the choices of a placement; copies of values stay within the passes that hide them."""
         count = len(self.measured.decisions)
         nothing: tuple[Action, ...] = ("recompute",) * count
         is_whole = placement.parameters == "host" or not self._problem.has_stack

@@ -316,9 +316,11 @@ class Session:
 
         Raise the error again if the step cannot be planned again, or if there is no copy.
         """
+        if self.processes.count > 1 or isinstance(error, LowtideError) or not is_out_of_memory(error):
+            raise error
+        # If the state is that of the next step, the error came later, in an evaluation or a checkpoint.
         is_alive = self.snapshots.is_alive()
-        is_other_error = isinstance(error, LowtideError) or (is_alive and self.store.step != step)
-        if self.processes.count > 1 or is_other_error or not self.compiled.replan(error, batch):
+        if (is_alive and self.store.step != step) or not self.compiled.replan(error, batch):
             raise error
         if is_alive:  # the step had not begun, so the batch is tried again
             yield from self._step(step, batch)
