@@ -15,6 +15,8 @@ import lowtide as lt
 from lowtide import models
 
 ROWS, LENGTH = 8, 256
+TPU_SCALE = 16
+"""With so many times the rows, values of six layers exceed the 128 MiB of VMEM, where XLA keeps smaller ones."""
 LORA, ALL = "**/lora_*", "**"
 
 
@@ -30,7 +32,7 @@ class Program:
     tx: Any = dataclasses.field(default_factory=lambda: optax.adamw(1e-3))
 
 
-def _decoder(wrt: str, **changes: Any) -> Program:
+def _decoder(wrt: str, scale: int = 1, **changes: Any) -> Program:
     sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_layers": 6}
     config = models.DecoderConfig(**sizes, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
     config = dataclasses.replace(config, **changes)
@@ -40,16 +42,16 @@ def _decoder(wrt: str, **changes: Any) -> Program:
         return lt.lora.add(model, lt.lora.Config(rank=8, targets="layers/**/*_proj/weight"), key=key)
 
     build = make if wrt == LORA else lambda key: models.init(config, key=key)
-    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for name in ("tokens", "labels")}
+    batch = {name: jax.ShapeDtypeStruct((scale * ROWS, LENGTH), jnp.int32) for name in ("tokens", "labels")}
     loss = lambda model, batch: model.stack.apply(model.outer, model.layers, batch)  # noqa: E731
     return Program(jax.eval_shape(build, jax.random.key(0)), loss, batch, wrt)
 
 
-def decoder(wrt: str) -> Program:
-    return _decoder(wrt)
+def decoder(wrt: str, scale: int = 1) -> Program:
+    return _decoder(wrt, scale)
 
 
-def gated(wrt: str) -> Program:
+def gated(wrt: str, scale: int = 1) -> Program:
     """A block of five products, of which each costs and saves another number of bytes and FLOPs."""
     sizes = {"a": (256, 1024), "c": (1024, 512), "d": (512, 1024), "e": (1024, 768), "f": (768, 256)}
 
@@ -74,7 +76,7 @@ def gated(wrt: str) -> Program:
     )
     model = {"outer": {"in": shape(64, 256), "out": shape(256, 64)}, "layers": layers}
     loss = lambda model, batch: stack.apply(model["outer"], model["layers"], batch)  # noqa: E731
-    return Program(model, loss, {"x": shape(2048, 64)}, "layers/*_lora_*" if wrt == LORA else wrt)
+    return Program(model, loss, {"x": shape(scale * 2048, 64)}, "layers/*_lora_*" if wrt == LORA else wrt)
 
 
 def one_billion() -> Program:

@@ -29,7 +29,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 import jax
 import numpy as np
 from _common import MIB, ROOT, header, write
-from _plan_programs import ALL, LORA, MODELS, Program, decoder, gated, one_billion
+from _plan_programs import ALL, LORA, MODELS, TPU_SCALE, Program, decoder, gated, one_billion
 from will_it_fit import CONFIG
 
 import lowtide as lt
@@ -55,7 +55,8 @@ def exhaustive(target_name: str) -> dict[str, Any]:
     searching._limited = _most_flops
     for wrt in (LORA, ALL):
         for name, build in BLOCKS.items():
-            rows.append(_exhaustive(name, build(wrt), wrt, target))
+            program = build(wrt, TPU_SCALE if target.platform == "tpu" else 1)
+            rows.append(_exhaustive(name, program, wrt, target))
             print(rows[-1], flush=True)
             save(target_name, "exhaustive", {"rows": rows})
     return {"rows": rows}
