@@ -144,8 +144,8 @@ def _exhaustive(name: str, program: Program, wrt: str, target: Any) -> dict[str,
         regrets.append(plan.seconds[1] / seconds(best) - 1)
         if plan.seconds[1] > seconds(best):
             print("missed", budget, best.actions, plan.choice, flush=True)
-        numbers.append(cache.num_probes if is_tpu else len(plan.attempts))
-        whole.append(len(plan.attempts))
+        whole.append(sum(attempt.is_compiled for attempt in plan.attempts))
+        numbers.append(cache.num_probes if is_tpu else whole[-1])
         peaks.append(plan.device_bytes / budget)
     for choice in sorted(choices, key=lambda choice: estimates[choice])[:: max(len(choices) // NUM_WHOLE, 1)]:
         compiled(job, run._hidden(choice), target)

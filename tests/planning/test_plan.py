@@ -75,7 +75,7 @@ def test_the_search_finds_the_best_of_all_choices_at_every_budget(monkeypatch: p
             compiled[choice] = real(self, choice)
         elif choice not in self.sizes:
             self.sizes[choice] = compiled[choice]
-            self.attempts.append(self._attempt(choice, compiled[choice]))
+            self._report(choice, compiled[choice].device_bytes, 0)
         return compiled[choice]
 
     monkeypatch.setattr(searching._Search, "compile", compile_once)
@@ -113,7 +113,14 @@ def test_a_trainer_runs_the_plan_with_its_bytes_and_the_losses_of_the_step_witho
         if plan := options.get("plan"):
             assert trainer.memory(batches[0]).device_bytes == plan.device_bytes
         losses.append([record["loss"] for record in trainer.fit(batches, num_steps=3)])
+        if plan := options.get("plan"):
+            assert lt.plan(trainer, batches[0], budget="100 MiB", num_microbatches=[2], target="cpu") == large
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+    bf16 = lt.Trainer(parameters(), loss, TX, wrt="**", compute_dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"lt.plan cannot plan this trainer(.|\n)*without compute_dtype"):
+        lt.plan(bf16, batches[0], budget="100 MiB")
+    with pytest.raises(ConfigError, match="tx must be an optimizer such as"):
+        lt.plan(parameters(), batches[0], loss_fn=loss, budget="100 MiB")
 
 
 @pytest.mark.slow
@@ -142,14 +149,17 @@ def test_blocks_without_names_are_named_after_their_weights() -> None:
     plan = lt.plan(
         params, batch_of(64), TX, loss_fn=plain, wrt="**", budget="1 GiB", target="cpu", num_microbatches=[1]
     )
-    assert [decision.label for decision in plan.decisions] == ["up"]
+    assert [(item.label, item.action, item.flops > 0) for item in plan.decisions] == [
+        ("up", "keep", True),
+        ("down", "recompute", False),  # the backward pass does not need it
+    ]
 
 
 def test_bad_input_is_one_clear_error() -> None:
     for options, message in (
         ({"budget": "12 parsecs"}, "12 parsecs"),
         ({"budget": 0}, "budget(.|\n)*hint:"),
-        ({"budget": None}, "the memory of cpu is unknown(.|\n)*hint: pass budget"),
+        ({"budget": None}, "the memory of cpu is unknown(.|\n)*hint: give a budget"),
         ({"budget": 2**30, "num_microbatches": [3]}, "3, which does not divide the 64 rows"),
     ):
         with pytest.raises(ConfigError, match=message):

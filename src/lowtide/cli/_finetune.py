@@ -216,7 +216,7 @@ def _next_command(job: Any) -> str:
 
 def _plan(console: Console, config: Any, budget: int | None, args: argparse.Namespace, sharding: Any) -> Any:
     """Return the fastest step that fits the budget; None for the step of the settings."""
-    from ..targets import resolve_target
+    from ..targets import limit_bytes, resolve_target
 
     is_explicit = budget is not None or args.target is not None or bool(args.allow)
     obstacle = "--plan off" if args.plan == "off" else "several devices" if sharding is not None else None
@@ -229,12 +229,10 @@ def _plan(console: Console, config: Any, budget: int | None, args: argparse.Name
     target = resolve_target(args.target)
     if not is_explicit and (not config.remat or config.layers_per_remat > 1):
         return None
+    if budget is None and target.budget_bytes is None and not is_explicit:
+        return None
     if budget is None:
-        if target.budget_bytes is None and is_explicit:
-            raise ConfigError(f"the memory of {target.name} is unknown", hint='give --budget "16 GiB"')
-        if target.budget_bytes is None:
-            return None
-        budget = int((1 - _RESERVE) * target.budget_bytes)
+        budget = int((1 - _RESERVE) * limit_bytes(target, None))
     with progress_bar(console) as progress:
         try:
             return plan_settings(progress, config, budget, target, args.allow or ())

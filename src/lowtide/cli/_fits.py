@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError, check_integer, format_bytes, parse_bytes, require_extra
+from ..core import ConfigError, format_bytes, require_extra
 from ._arguments import positive
 from ._load import add_job_arguments, job_settings, load, parse_job, read_settings, user_code
 from ._output import check_outputs, print_error, spinner, write_text
+from ._plan import read_budget
 
 _SIZES = ("device_bytes", "usable_bytes", "host_bytes", "host_usable_bytes")
 _FIELDS = ("target", *_SIZES, "compile_seconds", "error", "margin_bytes", "host_fits", "fits", "plan")
@@ -51,9 +52,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     settings = job_settings(args, parse_job(args.job)[1])
     check_outputs(args.json)
-    budget = None if args.budget is None else parse_bytes(args.budget)
-    if budget is not None:
-        check_integer("--budget", budget, hint='--budget "14 GiB"')
+    budget = read_budget(args)
     names = list(dict.fromkeys(args.target or ["here"]))
     if args.plan and args.largest is not None:
         raise ConfigError("--plan and --largest exclude each other", hint="plan with --set KEY=VALUE for one value")
@@ -72,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         if any(row["fits"] is None for row in measured):
             console.print(Text("note: a capacity is unknown; set a limit with --budget", style="dim"))
     _write_rows(console, args.json, [dict.fromkeys(_FIELDS) | row for row in rows])
-    return 2 if are_mistakes else int(len(measured) < len(rows) or any(row["fits"] is False for row in measured))
+    is_small = any(row["fits"] is False or "error" in (row["plan"] or {}) for row in measured)
+    return 2 if are_mistakes else int(len(measured) < len(rows) or is_small)
 
 
 def _measure(args: argparse.Namespace, settings: Mapping[str, Any], name: str, budget: int | None) -> dict[str, Any]:

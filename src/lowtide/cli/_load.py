@@ -48,7 +48,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         action="append",
         metavar="NAME",
-        help="hardware to compile for, such as v5e:2x2, h100:8 or cpu; may be repeated (default: here)",
+        help="hardware to compile for, such as v5e:2x2 or h100:8 (default: here); may be repeated, except for `plan`",
     )
     parser.add_argument(
         "--set",

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 
 from .. import __version__
-from ..core import LowtideError, shortened
+from ..core import LowtideError, OutOfMemoryError, shortened
 from . import _diff, _evaluate, _explain, _finetune, _fits, _generate, _inspect, _merge, _plan, _schedule, _targets
 from ._load import UserCodeError
 from ._output import errors, print_error
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except (LowtideError, UserCodeError) as error:
         print_error(str(error))
-        return 1 if isinstance(error, UserCodeError) else 2
+        return 1 if isinstance(error, (UserCodeError, OutOfMemoryError)) else 2
     except PermissionError as error:
         print_error(f"{error.filename or 'a file'}: {error.strerror or error}")
         errors().print("hint: check the permissions of that file or folder, and of those above it")

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ..core import ConfigError, OutOfMemoryError, format_bytes, parse_bytes
+from ..core import ConfigError, format_bytes, parse_bytes
 from ._load import add_job_arguments, job_settings, load, parse_job, read_settings, user_code
-from ._output import check_outputs, print_error, progress_bar, write_text
+from ._output import check_outputs, progress_bar, write_text
 
 
 def register(commands: Any) -> None:
@@ -44,9 +44,9 @@ def _add_allow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow",
         action="append",
-        metavar="WORD",
-        help="what a plan may use if nothing else fits: nf4_weights, 8bit_state or exposed_copies (copies to the host "
-        "that computation does not hide); may be repeated (default: none)",
+        choices=("nf4_weights", "8bit_state", "exposed_copies"),
+        help="what a plan may use if nothing else fits; exposed_copies are copies to the host that computation does "
+        "not hide; may be repeated (default: none)",
     )
 
 
@@ -69,6 +69,8 @@ def plan_settings(progress: Any, config: Any, budget: int, target: Any, allow: S
 def _show_on(progress: Any) -> Any:
     task = progress.add_task("planning the step", total=None)
     sizes: list[str] = []
+    if not progress.console.is_terminal:
+        progress.console.print("planning the step: a few choices are compiled, which may take minutes", soft_wrap=True)
 
     def show(attempt: Any) -> None:
         sizes.append(format_bytes(attempt.device_bytes))
@@ -78,24 +80,16 @@ def _show_on(progress: Any) -> Any:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import memory
+    from ..targets import limit_bytes, target
 
     console = Console(highlight=False)
     path, name = parse_job(args.job)
     check_outputs(args.json, args.png)
     if args.target and len(args.target) > 1:
         raise ConfigError("a plan is for one target", hint="call the command once for each target")
-    target = memory.target(args.target[0] if args.target else "here")
-    budget = read_budget(args)
-    budget = target.budget_bytes if budget is None else budget
-    if budget is None:
-        raise ConfigError(f"the memory of {target.name} is unknown", hint='give --budget "16 GiB"')
-    settings = job_settings(args, name)
-    try:
-        plan = _plan(console, args, path, name, settings, target, budget)
-    except OutOfMemoryError as error:
-        print_error(str(error))
-        return 1
+    goal = target(args.target[0] if args.target else "here")
+    budget = limit_bytes(goal, read_budget(args))
+    plan = _plan(console, args, path, name, job_settings(args, name), goal, budget)
     console.print(plan)
     if args.json:
         write_text(console, args.json, plan.to_json())

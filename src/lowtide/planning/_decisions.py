@@ -172,7 +172,7 @@ class Measured:
     """Results of tracing a step."""
 
     decisions: tuple[Decision, ...]
-    """Values that may be kept, with the action ``recompute``. Values that save no FLOPs are left out."""
+    """Values that may be kept, with the action ``recompute``. Those that save no FLOPs come last, with 0 FLOPs."""
     flops: int
     """FLOPs of the step that recomputes everything."""
     recomputed_flops: int
@@ -248,7 +248,7 @@ def runs_stack(job: Job, target: Target) -> bool:
 
 
 def measure(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Measured:
-    """Trace a step for a target with each of its names, and return the decisions that save FLOPs.
+    """Trace a step for a target with each of its names, and return what keeping each value costs and saves.
 
     Raises:
         ConfigError: when the step runs no `LayerStack.hidden`.
@@ -279,6 +279,8 @@ def measure(fn: Callable[..., Any], args: Sequence[Any], target: Target) -> Meas
             groups.pop(useless, None)
             groups[together] = saved_together
             break  # decisions must not share names
+    named = {name for names in groups for name in names}
+    groups |= {(name,): 0 for name in savings if name not in named}
     decisions = [
         Decision(names, "recompute", sum(recorder.bytes[name] for name in names), saved)
         for names, saved in groups.items()

@@ -17,7 +17,7 @@ PLACES = ("layer_inputs", "optimizer", "parameters")
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """A choice that the search compiled."""
+    """A choice that the search compiled, cheaply or whole."""
 
     label: str
     """Text: values that the choice keeps, and data that it places on the host."""
@@ -28,6 +28,8 @@ class Attempt:
     """Bytes of the compiled step on one device."""
     host_bytes: int
     """Bytes of the compiled step in host memory."""
+    is_compiled: bool = True
+    """False if `device_bytes` is an estimate of a cheap compilation for a TPU, and `host_bytes` is unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class Plan:
     digest: str = ""
     """Hash of the settings of a run that keeps its plan; empty without such a run."""
     attempts: tuple[Attempt, ...] = ()
-    """All choices that were compiled whole, in the order of the search."""
+    """All choices that were compiled, in the order of the search."""
 
     @property
     def hidden(self) -> Remat:
@@ -94,10 +96,10 @@ class Plan:
 
     @property
     def frontier(self) -> tuple[Attempt, ...]:
-        """The compiled choices for which no other one is both faster and smaller, from the smallest to the fastest."""
+        """The choices compiled whole that no other one beats in bytes and in time, from the smallest to the fastest."""
         best: list[Attempt] = []
         for attempt in sorted(self.attempts, key=lambda item: (item.device_bytes, item.seconds)):
-            if not best or attempt.seconds < best[-1].seconds:
+            if attempt.is_compiled and (not best or attempt.seconds < best[-1].seconds):
                 best.append(attempt)
         return tuple(best)
 
@@ -157,6 +159,7 @@ class Plan:
             compiled.add_column(column, justify="left" if column in ("choice", "") else "right")
         for attempt in self.attempts:
             verdict = "fits" if attempt.device_bytes <= self.budget_bytes else "too large"
+            verdict = verdict if attempt.is_compiled else "estimated"
             sizes = (format_bytes(number) if number else "" for number in (attempt.device_bytes, attempt.host_bytes))
             row = attempt.label, str(attempt.num_microbatches), *sizes, f"{attempt.seconds:.3g} s", verdict
             compiled.add_row(*row)
@@ -180,14 +183,11 @@ class Plan:
             ConfigError: without matplotlib, or for a plan without compiled choices.
             OutputError: when the file cannot be written.
         """
-        groups = [(attempt.label, attempt.num_microbatches) for attempt in self.attempts]
-        points = [(attempt.device_bytes, attempt.seconds) for attempt in self.attempts]
-        labels = [f"{label}, microbatches: {number}" for label, number in groups]
-        title = f"{format_bytes(self.device_bytes)} of {format_bytes(self.budget_bytes)} on {self.target}"
-        if not points:
+        if not self.attempts:
             raise ConfigError("the plan has no compiled choices to draw", hint="draw the result of lt.plan")
-        frontier = [(attempt.device_bytes, attempt.seconds) for attempt in self.frontier]
-        picture = frontier_png(title, points, labels, self.budget_bytes, frontier)
+        title = f"{format_bytes(self.device_bytes)} of {format_bytes(self.budget_bytes)} on {self.target}"
+        chosen = self.device_bytes, self.seconds[1]
+        picture = frontier_png(title, self.attempts, self.frontier, self.budget_bytes, chosen)
         write_files(Path(path).parent, {Path(path).name: picture})
 
     @property

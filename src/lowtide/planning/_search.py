@@ -112,7 +112,7 @@ def search(problem: Problem, *, on_compile: Callable[[Attempt], None] | None = N
 
     Args:
         problem: the step, the choices and the budget.
-        on_compile: called after each whole compilation.
+        on_compile: called after each compilation, cheap or whole.
 
     Returns:
         The plan.
@@ -202,13 +202,15 @@ class _Search:
         job = self.job(dataclasses.replace(first, num_microbatches=1))
         with jax.default_device(problem.target.devices()[0]):
             if problem.has_stack:
-                self.measured = _limited(measure(job.fn, job.args, problem.target))
+                measured = measure(job.fn, job.args, problem.target)
+                self.measured = _limited(measured)
             else:
                 flops = jaxpr_flops(plain(jax.jit(job.fn).trace(*job.args).jaxpr))
-                self.measured = Measured((), flops, flops // 4)  # forward pass, recomputation, backward pass
+                self.measured = measured = Measured((), flops, flops // 4)  # forward, recomputation, backward
+        self._recomputed = tuple(item for item in measured.decisions if item not in self.measured.decisions)
         self.sizes: dict[_Choice, Size] = {}
         self.probes: dict[_Choice, int] = {}
-        self.attempts: list[Attempt] = []
+        self._attempts: dict[_Choice, Attempt] = {}
         self._positions: dict[_Choice, int] = {}
         self._tries_smallest = False
         self._can_probe = problem.target.platform == "tpu"
@@ -311,6 +313,7 @@ class _Search:
             estimate = probe_step(self.job(choice.placement), self._hidden(choice), self._problem.target)
             if estimate is not None:
                 self.probes[choice] = estimate
+                self._report(choice, estimate, 0, is_compiled=False)
                 return
             self._can_probe = False
         self.compile(choice)
@@ -456,9 +459,7 @@ class _Search:
         if choice not in self.sizes:
             size = compile_step(self.job(choice.placement), self._hidden(choice), self._problem.target)
             self.sizes[choice] = size
-            self.attempts.append(self._attempt(choice, size))
-            if self._on_compile is not None:
-                self._on_compile(self.attempts[-1])
+            self._report(choice, size.device_bytes, size.host_bytes)
         return self.sizes[choice]
 
     def _hidden(self, choice: _Choice) -> Remat | None:
@@ -468,19 +469,18 @@ class _Search:
 
     def _decisions(self, choice: _Choice) -> tuple[Decision, ...]:
         number = choice.placement.num_microbatches
+        rest: list[tuple[Decision, Action]] = [(item, "recompute") for item in self._recomputed]
         return tuple(
             dataclasses.replace(item, action=action, num_bytes=item.num_bytes // number)
-            for item, action in zip(self.measured.decisions, choice.actions, strict=True)
+            for item, action in [*zip(self.measured.decisions, choice.actions, strict=True), *rest]
         )
 
-    def _attempt(self, choice: _Choice, size: Size) -> Attempt:
-        return Attempt(
-            label=_label(self._decisions(choice), choice),
-            num_microbatches=choice.placement.num_microbatches,
-            seconds=self.seconds(choice)[1],
-            device_bytes=size.device_bytes,
-            host_bytes=size.host_bytes,
-        )
+    def _report(self, choice: _Choice, device_bytes: int, host_bytes: int, *, is_compiled: bool = True) -> None:
+        label, number = _label(self._decisions(choice), choice), choice.placement.num_microbatches
+        seconds = self.seconds(choice)[1]
+        self._attempts[choice] = attempt = Attempt(label, number, seconds, device_bytes, host_bytes, is_compiled)
+        if self._on_compile is not None:
+            self._on_compile(attempt)
 
     def plan(self, choice: _Choice) -> Plan:
         size, placement = self.sizes[choice], choice.placement
@@ -500,7 +500,7 @@ class _Search:
             seconds=self.seconds(choice),
             other_choice=self._choice_by_other_bound(choice),
             owners=size.owners,
-            attempts=tuple(self.attempts),
+            attempts=tuple(self._attempts.values()),
         )
 
     def _choice_by_other_bound(self, choice: _Choice) -> str | None:
@@ -511,7 +511,7 @@ class _Search:
         return None if best == choice else _label(self._decisions(best), best)
 
     def error(self) -> OutOfMemoryError:
-        smallest = min(self.attempts, key=lambda item: item.device_bytes)
+        smallest = min((self._attempts[choice] for choice in self.sizes), key=lambda item: item.device_bytes)
         budget = format_bytes(self._problem.budget_bytes)
         parts = f"microbatches: {smallest.num_microbatches}, {smallest.label}"
         return OutOfMemoryError(
@@ -533,9 +533,9 @@ def _label(decisions: Sequence[Decision], choice: _Choice) -> str:
 
 
 def _limited(measured: Measured) -> Measured:
-    """Return at most `_MAX_DECISIONS` decisions, those that save the most FLOPs for each byte."""
+    """Return at most `_MAX_DECISIONS` decisions, those that save the most FLOPs for each byte, and none without."""
     best = sorted(measured.decisions, key=_flops_per_byte, reverse=True)[:_MAX_DECISIONS]
-    kept = tuple(item for item in measured.decisions if item in best)
+    kept = tuple(item for item in measured.decisions if item in best and item.flops)
     return dataclasses.replace(measured, decisions=kept)
 
 

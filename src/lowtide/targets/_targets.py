@@ -197,6 +197,16 @@ def resolve_target(target_or_name: Target | str | None) -> Target:
     return target(name)
 
 
+def limit_bytes(target: Target, budget: int | str | None) -> int:
+    """Return a budget in bytes, or the target's usable bytes; raise `ConfigError` if they are unknown or below 1."""
+    limit: Any = parse_bytes(budget) if isinstance(budget, str) else target.budget_bytes if budget is None else budget
+    if limit is None:
+        name = "this machine" if target.name == "here" else target.name
+        raise ConfigError(f"the memory of {name} is unknown", hint='give a budget, such as "14 GiB"')
+    check_integer("budget", limit, hint='budget="14 GiB", or None for all usable bytes')
+    return limit
+
+
 def _here() -> Target:
     import jax
 

@@ -97,6 +97,7 @@ class CompiledStep:
     ) -> None:
         self._plan, self._planner = plan, planner
         self._plans_itself, self._has_replanned = plan is None, False
+        self._hint = step.remedies
         self._plans: dict[Any, Plan | None] = {}
         """Plans that the step made itself, by the shapes of a batch; None if no choice fits."""
         self._step, self._store, self._sharding, self._processes = step, store, sharding, processes
@@ -136,8 +137,11 @@ class CompiledStep:
         key = self._key(shapes)
         if key not in self._plans:
             self._plans[key] = None
-            with contextlib.suppress(OutOfMemoryError):
+            try:
                 self._plans[key] = self._planner(shapes, self.budget_bytes, [self._num_microbatches])
+            except OutOfMemoryError as error:
+                note = f"The smallest planned step needs {error.got}. lt.plan may also choose microbatches"
+                self._hint = f"{self._step.remedies}. {note}"
         self._plan = self._plans[key]
 
     def replan(self, error: BaseException, batch: Tree) -> bool:
@@ -227,7 +231,7 @@ class CompiledStep:
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         batch = self._shapes(batch)
         program = compile(self._jitted(self._step_for(batch)), *self._arguments(batch))
-        return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
+        return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._hint)
 
     @contextlib.contextmanager
     def dispatch(self, batch: Tree) -> Generator[Tree]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import optax
@@ -18,11 +18,9 @@ from ..core import (
     StructureError,
     Tree,
     check_choice,
-    check_integer,
     check_type,
     leaves_with_paths,
     memory_space,
-    parse_bytes,
     partition,
     shown,
     split_static,
@@ -30,7 +28,7 @@ from ..core import (
 from ..memory import Job
 from ..optim import low_precision
 from ..planning import Attempt, Memory, Placement, Plan, Problem, all_placements, runs_stack, search, search_formats
-from ..targets import Target, resolve_target
+from ..targets import Target, limit_bytes, resolve_target
 from ._compilation import step_job
 from ._step import LossFn
 
@@ -39,12 +37,12 @@ Allowed = Literal["exposed_copies", "8bit_state"]
 
 
 def plan(
-    model: Tree,
+    model: Any,
     batch: Tree,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | None = None,
     *,
     loss_fn: LossFn | LayerStack | None = None,
-    wrt: Selector,
+    wrt: Selector | None = None,
     budget: int | str | None = None,
     target: Target | str | None = None,
     allow: Sequence[Allowed] = (),
@@ -67,26 +65,27 @@ def plan(
     the load balance of experts. Pass ``num_microbatches=[1]`` to exclude this.
 
     Args:
-        model: the model, or its shapes (`jax.eval_shape` of its constructor).
+        model: the model, or its shapes (`jax.eval_shape` of its constructor); or a `Trainer`, which has the next
+            arguments. A trainer that exists cannot move its arrays, so build another one with the plan.
         batch: a batch, or shapes of one.
         tx: the optimizer.
         loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``, or a `LayerStack` for a `model` with the keys ``outer``
             and ``layers``. None for a model that has a ``stack``, such as those of `lowtide.models`.
-        wrt: selects the trainable leaves.
+        wrt: selects the trainable leaves; None for all.
         budget: bytes that the step may use on one device, such as ``"14 GiB"``; None for all usable bytes.
         target: hardware to compile for; None for the hardware at hand.
         allow: what a plan may use if nothing else fits. ``"8bit_state"`` keeps optimizer state in 8 bits
             (`lowtide.optim.low_precision`). ``"exposed_copies"`` allows copies of values that no computation hides.
         weight: function of a batch that returns its weight, as in `Trainer`.
         num_microbatches: numbers of microbatches that may be chosen; None for all divisors of the batch's rows.
-        on_compile: called after each whole compilation with the choice and its bytes.
+        on_compile: called after each compilation, cheap or whole, with the choice and its bytes.
 
     Returns:
         The plan. Pass it to ``Trainer(plan=...)``.
 
     Raises:
         ConfigError: for a budget that is not a size; without `budget` on a target whose memory is unknown; for a model
-            without ``stack`` and no `loss_fn`; for an unknown word in `allow`.
+            without ``stack`` and no `loss_fn`; for an unknown word in `allow`; for a trainer that cannot be planned.
         OutOfMemoryError: when no choice fits the budget; it names the smallest choice, and words for `allow`.
         SelectionError: when `wrt` selects nothing, or a leaf that cannot be differentiated.
         TargetError: for an unknown target, or one whose compiler is not installed.
@@ -95,13 +94,12 @@ def plan(
         The host holds one compilation at a time, at most 16 whole ones in each search. Each word of `allow` may add a
         search. Nothing is allocated on the target.
     """
+    if (arguments := getattr(model, "plan_arguments", None)) is not None:
+        model, tx, loss_fn, wrt, weight = (arguments[name] for name in ("model", "tx", "loss_fn", "wrt", "weight"))
+    trainable, given_tx = "**" if wrt is None else wrt, cast(optax.GradientTransformation, tx)
+    check_type("tx", tx, optax.GradientTransformation, "an optimizer such as optax.adamw(1e-4)")
     goal = resolve_target(target)
-    budget_bytes: Any = parse_bytes(budget) if isinstance(budget, str) else budget
-    if budget_bytes is None:
-        budget_bytes = goal.budget_bytes
-    if budget_bytes is None:
-        raise ConfigError(f"the memory of {goal.name} is unknown", hint='pass budget="14 GiB"')
-    check_integer("budget", budget_bytes, hint='budget="14 GiB", or None for all usable bytes')
+    budget_bytes = limit_bytes(goal, budget)
     check_type("allow", allow, (list, tuple, set, frozenset), 'a list of words, such as ["8bit_state"]')
     for word in allow:
         check_choice("a word in allow", word, get_args(Allowed))
@@ -109,8 +107,8 @@ def plan(
     split: dict[str, Any] = {"weight": weight}
 
     def step(placement: Placement, formats: Sequence[str]) -> Job:
-        placed = model if placement.parameters == "device" else offload.to_host(model, _select_layers(model, wrt))
-        arguments = placed, loss, planned_tx(tx, placement.optimizer, formats), wrt, batch
+        placed = model if placement.parameters == "device" else placed_layers(model, trainable)
+        arguments = placed, loss, planned_tx(given_tx, placement.optimizer, formats), trainable, batch
         job = step_job(*arguments, **split, num_microbatches=placement.num_microbatches)
         if _has_host_leaf(job.args[1]):  # then a step cannot drop its update
             return job
@@ -136,15 +134,15 @@ def plan(
     return search_formats(problem, get_args(Allowed), allow, on_compile=on_compile)
 
 
-def replan(
+def plan_again(
+    batch: Tree,
+    budget: int,
+    numbers: Sequence[int],
+    *,
     model: Tree,
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
     wrt: Selector,
-    batch: Tree,
-    *,
-    budget: int,
-    numbers: Sequence[int],
     weight: Callable[[Tree], Any] | None,
     drops_updates: bool,
 ) -> Plan | None:

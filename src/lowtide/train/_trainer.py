@@ -50,7 +50,7 @@ from ._events import Event, Record
 from ._loop import FitOptions, Run, Session
 from ._nan_policy import NonFinitePolicy, OnNan
 from ._pipeline_step import PipelineStep, make_pipeline
-from ._planning import placed_layers, planned_tx, replan
+from ._planning import placed_layers, plan_again, planned_tx
 from ._state import TrainStateStore
 from ._step import LayerStep, LossFn, Pytree, TrainingStep, TrainState, WholeStep, accepted_keywords
 from .checkpoint import Snapshots, open_checkpoints, require_checkpoints
@@ -216,12 +216,13 @@ class Trainer:
         on_change = None if self.checkpoints is None else self.checkpoints.changed
         self._store = store = TrainStateStore(model, step, state, frozen, sharding, on_change=on_change)
         self._snapshots = Snapshots(store, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
-        planner = None
+        planner, self._plan_arguments = None, None
         can_plan = not (compute_dtype is not None or mutable is not None or isinstance(model, ModelObject))
         if can_plan and isinstance(step, WholeStep) and sharding is None:
             shapes = jax.tree.map(lambda leaf: to_struct(leaf) if hasattr(leaf, "dtype") else leaf, model)
-            parts: dict[str, Any] = {"weight": weight, "drops_updates": self.is_guarded}
-            planner = functools.partial(_replan, shapes, loss_fn, tx, "**" if wrt is None else wrt, parts)
+            given = {"model": shapes, "loss_fn": loss_fn, "tx": tx, "wrt": "**" if wrt is None else wrt}
+            self._plan_arguments = {**given, "weight": weight}
+            planner = functools.partial(plan_again, **self._plan_arguments, drops_updates=self.is_guarded)
         arguments = step, store, sharding, self.processes, num_microbatches, budget, weight is not None
         self._compiled = CompiledStep(*arguments, plan, planner)
         self._evaluation = Evaluation(step, weight, seed, store, self._compiled, self.processes, sharding, model)
@@ -245,6 +246,18 @@ class Trainer:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._store.replace(state, is_running=self._takes_steps())
+
+    @property
+    def plan_arguments(self) -> dict[str, Any]:
+        """The arguments with which `lowtide.plan` plans this step.
+
+        Raises:
+            ConfigError: for a step that cannot be planned.
+        """
+        if self._plan_arguments is None:
+            expected = "a step on one device, without compute_dtype, mutable leaves, bridge, pipeline or layerwise step"
+            raise ConfigError("lt.plan cannot plan this trainer", expected=expected)
+        return self._plan_arguments
 
     @property
     def frozen(self) -> Tree:
@@ -679,12 +692,6 @@ class Trainer:
             joined = join(list(self.predict_batches(data, fn)))
         listeners.notify(Event("predict_end"))
         return joined
-
-
-def _replan(
-    model: Tree, loss_fn: Any, tx: Any, wrt: Selector, parts: dict[str, Any], batch: Tree, budget: int, numbers: Any
-) -> Plan | None:
-    return replan(model, loss_fn, tx, wrt, batch, budget=budget, numbers=numbers, **parts)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -88,45 +88,44 @@ def diff_png(difference: DiffFacts) -> bytes:
 
 
 def frontier_png(
-    title: str,
-    points: Sequence[tuple[int, float]],
-    labels: Sequence[str],
-    budget: int,
-    frontier: Sequence[tuple[int, float]],
+    title: str, attempts: Sequence[Any], frontier: Sequence[Any], budget: int, chosen: tuple[int, float]
 ) -> bytes:
     """Draw the choices of a plan as a PNG of 1600×900: estimated time against bytes, and a numbered list.
 
-    `points` are (bytes, seconds) of each choice, `labels` describe the choices, and `frontier` are the points that no
-    other one dominates.
+    `attempts` are those of a `lowtide.planning.Plan`, and `chosen` are the bytes and the seconds of its choice, which
+    gets a ring. Estimated bytes have hollow points.
     """
     mpl = _matplotlib()
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
         figure, grid = _figure(title, "compiled bytes on one device, estimated time of a step", num_rows=1)
         axes: Any = figure.add_subplot(grid[0])
-        top = max(budget, *(num_bytes for num_bytes, _ in points))
-        axes.step(*zip(*sorted(frontier), strict=True), where="post", color=_MUTED, linewidth=1)
-        for number, (num_bytes, seconds) in enumerate(points, start=1):
-            color = "#12805c" if num_bytes <= budget else "#c2410c"
-            axes.plot([num_bytes], [seconds], "o", color=color, markersize=9)
-            offset = {"xytext": (7, 5), "textcoords": "offset points"}
-            axes.annotate(str(number), (num_bytes, seconds), fontweight="bold", **offset)
-        axes.axvline(budget, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
-        axes.set_xlim(0, top * 1.1)
-        ticks = byte_ticks(top)
-        axes.set_xticks(ticks, [format_bytes(tick).replace(".00 ", " ") if tick else "0" for tick in ticks])
-        axes.set_ylim(0, max(seconds for _, seconds in points) * 1.12)
-        axes.set_xlabel(f"bytes on the device; the dashed line is the budget of {format_bytes(budget)}", color=_MUTED)
-        axes.set_ylabel("estimated seconds of a step", color=_MUTED)
+        attempts = sorted(attempts, key=lambda item: (item.device_bytes, item.seconds))
+        largest = max(budget, *(item.device_bytes for item in attempts))
+        unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+        steps = [(item.device_bytes / unit, 1e3 * item.seconds) for item in frontier]
+        axes.step(*zip(*steps, strict=True), where="post", color=_MUTED, linewidth=1)
+        axes.plot([chosen[0] / unit], [1e3 * chosen[1]], "o", color="none", markeredgecolor="#1b1b1b", markersize=19)
+        listing: Any = figure.add_subplot(grid[1])
+        listing.axis("off")
+        for number, item in enumerate(attempts, start=1):
+            point = item.device_bytes / unit, 1e3 * item.seconds
+            color = "#12805c" if item.device_bytes <= budget else "#c2410c"
+            fill = color if item.is_compiled else "white"
+            axes.plot(*point, "o", color=color, markerfacecolor=fill, markersize=9)
+            # Neighbours have their numbers on different sides.
+            offset = {"xytext": (0, 11 if number % 2 else -20), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(str(number), point, fontweight="bold", **offset)
+            parts = f"{point[0]:.2f} {name}", f"{point[1]:.4g} ms", f"microbatches: {item.num_microbatches}"
+            text = f"{number}  {', '.join(parts)}, {shorten(item.label, 58)}"
+            weight = "bold" if (item.device_bytes, item.seconds) == chosen else "normal"
+            listing.text(-0.45, 1 - 0.055 * number, text, fontsize=10, color=color, fontweight=weight)
+        axes.axvline(budget / unit, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
+        axes.margins(0.1)
+        axes.set_xlabel(f"{name} on the device; the dashed line is the budget of {format_bytes(budget)}", color=_MUTED)
+        axes.set_ylabel("estimated milliseconds of a step", color=_MUTED)
         axes.grid(color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.tick_params(length=0)
-        listing: Any = figure.add_subplot(grid[1])
-        listing.axis("off")
-        rows = zip(points, labels, strict=True)
-        for number, ((num_bytes, seconds), label) in enumerate(rows, start=1):
-            color = "#12805c" if num_bytes <= budget else "#c2410c"
-            text = f"{number}  {format_bytes(num_bytes)}, {seconds:.3g} s: {shorten(label, 76)}"
-            listing.text(-0.45, 1 - 0.055 * number, text, fontsize=10, color=color)
         return _save(figure)
 
 
