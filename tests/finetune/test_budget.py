@@ -21,6 +21,7 @@ from lowtide.finetune._run_folder import MetricsFile, read_records
 from lowtide.planning import Plan
 from lowtide.planning._compiler import compile_step
 
+PLAN_FIELDS = ("budget_bytes", "num_microbatches", "device_bytes", "host_bytes", "flops")
 RUNS: dict[str, dict[str, Any]] = {
     "int8 with DoRA": {"quantize": "int8", "method": "dora", "num_microbatches": 2, "modules_to_save": "outer/embed"}
     | {"remat": False, "state_dtype": "8bit"},
@@ -84,6 +85,26 @@ def test_formats_are_used_only_where_they_are_allowed_and_needed(tiny_model_dir:
     quantized = plan_within(config, int(0.93 * smallest), allow=["nf4_weights"])
     assert quantized.formats == ("nf4_weights",) and planned_config(config, quantized).quantize == "nf4"
     assert quantized.device_bytes <= quantized.budget_bytes
+
+
+def test_small_tiles_are_tried_without_permission_for_long_rows(
+    tiny_model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[Any] = []
+
+    def stop(_problem: Any, formats: Any, allow: Any, **_options: Any) -> Any:
+        words.append((formats[0], list(allow)))
+        raise OutOfMemoryError("stop")
+
+    monkeypatch.setattr(_budget, "search_formats", stop)
+    monkeypatch.setattr(_budget, "_TILE_TOKENS", 8)
+    config = FinetuneConfig(model=str(tiny_model_dir), rank=2, seq_len=16, batch_size=2)
+    for changes in ({}, {"seq_len": 8}, {"tile_tokens": 4}):
+        with pytest.raises(OutOfMemoryError):
+            plan_within(dataclasses.replace(config, **changes), 2**30)
+    assert words == [("small_tiles", ["small_tiles"]), *[("exposed_copies", [])] * 2]
+    plan = Plan(**dict.fromkeys(PLAN_FIELDS, 1), decisions=(), target="here", seconds=(1, 1), formats=("small_tiles",))
+    assert planned_config(config, plan).tile_tokens == 8
 
 
 @pytest.mark.slow

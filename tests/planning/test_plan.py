@@ -116,9 +116,8 @@ def test_a_trainer_runs_the_plan_with_its_bytes_and_the_losses_of_the_step_witho
         if plan := options.get("plan"):
             assert lt.plan(trainer, batches[0], budget="100 MiB", num_microbatches=[2], target="cpu") == large
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
-    bf16 = lt.Trainer(parameters(), loss, TX, wrt="**", compute_dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"lt.plan cannot plan this trainer(.|\n)*without compute_dtype"):
-        lt.plan(bf16, batches[0], budget="100 MiB")
+    with pytest.raises(ConfigError, match=r"lt.plan cannot plan this trainer(.|\n)*without mutable leaves"):
+        lt.plan(lt.Trainer(parameters(), loss, TX, wrt="layers/**", mutable="outer/in"), batches[0], budget="1 GiB")
     with pytest.raises(ConfigError, match="tx must be an optimizer such as"):
         lt.plan(parameters(), batches[0], loss_fn=loss, budget="100 MiB")
 
@@ -192,15 +191,14 @@ def test_leaves_that_no_step_reads_count_as_in_a_trainer() -> None:
     def loss(params: Any, batch: Any) -> Any:
         return STACK.apply(params["outer"], params["layers"], batch)
 
-    options: dict[str, Any] = {"wrt": "layers/**"}
+    options: dict[str, Any] = {"wrt": "layers/**", "compute_dtype": "bfloat16"}
     plan = lt.plan(
         params, batch_of(64), TX, loss_fn=loss, budget="1 GiB", target="cpu", num_microbatches=[1], **options
     )
     trainer = lt.Trainer(params, loss, TX, plan=plan, **options)
     assert trainer.memory(batch_of(64)).device_bytes == plan.device_bytes
-    for refused in ({"compute_dtype": "bfloat16"}, {"num_microbatches": 2}):
-        with pytest.raises(ConfigError, match=f"a plan cannot be combined with (.*){next(iter(refused))}"):
-            lt.Trainer(params, loss, TX, plan=plan, **options, **refused)
+    with pytest.raises(ConfigError, match="a plan cannot be combined with (.*)num_microbatches"):
+        lt.Trainer(params, loss, TX, plan=plan, **options, num_microbatches=2)
     for numbers in ([], 2):
         with pytest.raises(ConfigError, match="num_microbatches"):
             lt.plan(params, batch_of(64), TX, loss_fn=loss, budget="1 GiB", num_microbatches=numbers, **options)

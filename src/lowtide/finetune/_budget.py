@@ -31,6 +31,10 @@ FORMATS = ("exposed_copies", "nf4_weights", "8bit_state")
 """Words that `plan_within` may allow, in the order in which they are tried: with ``full`` only the last one."""
 
 
+_TILE_TOKENS = 2048
+"""Tokens of a small tile, which a plan uses if nothing else fits: it changes no value, so it is always allowed."""
+
+
 def plan_within(
     config: FinetuneConfig,
     budget: int,
@@ -93,7 +97,9 @@ def plan_within(
         possible = [placement for placement in placements if _is_possible(config, placement, used)]
         return Problem(job, possible, goal, budget, not config.full, allows_copies)
 
-    plan = search_formats(problem, formats, allow, on_compile=on_compile)
+    has_tiles = config.tile_tokens is None and config.batch_size // numbers[-1] * config.seq_len > _TILE_TOKENS
+    tiles = ["small_tiles"] if has_tiles else []
+    plan = search_formats(problem, [*tiles, *formats], [*tiles, *allow], on_compile=on_compile)
     return dataclasses.replace(plan, digest=plan_digest(config))
 
 
@@ -140,6 +146,8 @@ def _with_placement(config: FinetuneConfig, placement: Placement | Plan, used: S
     changes: dict[str, Any] = {"num_microbatches": placement.num_microbatches}
     if config.offload is None and set(on_host) != (set(_WORDS) if config.full else set()):
         changes["offload"] = tuple(on_host)
+    if "small_tiles" in used:
+        changes |= {"tile_tokens": _TILE_TOKENS}
     if "nf4_weights" in used:
         changes |= {"quantize": "nf4"}
     if "8bit_state" in used:

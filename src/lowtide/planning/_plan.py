@@ -199,7 +199,7 @@ class Plan:
         parts = [f"keep {kept}" if kept else "recompute all"] if self.decisions else []
         parts += [f"on the host: {', '.join(on_host)}"] if on_host else []
         parts += [f"groups of {self.layers_per_remat} layers"] if self.layers_per_remat > 1 else []
-        parts += [f"allowed: {', '.join(self.formats)}"] if self.formats else []
+        parts += [f"with {', '.join(self.formats)}"] if self.formats else []
         parts += [] if self.has_stack else ["placement only"]
         return "; ".join([*parts, f"microbatches: {self.num_microbatches}"])
 

@@ -52,7 +52,6 @@ _ERROR_LAYERS = 6
 """Errors of the linear model come from a layer's temporary values, so they do not grow with the number of layers."""
 _LEAST_GAIN = 1e-6
 """A choice is not compiled if its gain over the best one, times the probability that it fits, is a smaller share."""
-_CACHED = ("_argument_bytes", "_weight_bytes", "_hosted_layer_bytes", "_hosted_state_bytes")
 _LEAST_SCALE = 0.03
 """The largest value counts as at least this share of the arguments, for steps without named values."""
 
@@ -105,6 +104,19 @@ class _Choice:
     layers_per_remat: int
     actions: tuple[Action, ...]
     """The action of each measured decision."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """Bytes of the arguments of a step with a placement."""
+
+    on_device: int
+    weights: int
+    """Arguments that each microbatch reads, in both memories."""
+    state: int
+    """Optimizer state, in both memories."""
+    hosted_layers: int
+    hosted_state: int
 
 
 def search(problem: Problem, *, on_compile: Callable[[Attempt], None] | None = None) -> Plan:
@@ -194,7 +206,7 @@ class _Search:
         self._problem, self._on_compile = problem, on_compile
         self._rates = rates(problem.target)
         # Caches of this object: those of its class would keep the model alive.
-        for name in ("choices", "seconds", "_features", *_CACHED):
+        for name in ("choices", "seconds", "_features", "_arguments"):
             setattr(self, name, functools.cache(getattr(self, name)))
         self.job = functools.cache(problem.job)
         # With more microbatches, the loss is traced more than once.
@@ -226,7 +238,8 @@ class _Search:
             best = min(fitting, key=lambda choice: self.seconds(choice)[1], default=None)
             # The first whole compilation for a TPU corrects the probes.
             is_uncorrected = best is not None and not self.sizes
-            choice = None if self._is_exhausted or is_uncorrected else self._next(choices, best)
+            is_last = is_uncorrected or len(known) >= MAX_COMPILATIONS
+            choice = None if is_last else self._next(choices, best)
             if choice is not None:
                 self._measure(choice)
             elif best is not None and best not in self.sizes:
@@ -244,10 +257,13 @@ class _Search:
         budget, known = self._problem.budget_bytes, set(self._known)
         limit = math.inf if best is None else self.seconds(best)[1]
         predictions, deviations = self._predict()
-        is_open = np.array([choice not in known and self.seconds(choice)[1] < limit for choice in choices])
+        has_room = {item: self._arguments(item).on_device <= budget for item in self._problem.placements}
+        is_open = np.array(
+            [has_room[item.placement] and item not in known and self.seconds(item)[1] < limit for item in choices]
+        )
         excess = (predictions - budget) / deviations
         is_possible = is_open & (excess <= _LIMIT)
-        if not (is_possible.any() or (best is None and not known)):
+        if not (is_possible.any() or (is_open.any() and not known)):
             return None
         if best is None:
             likely = is_open & (predictions <= budget)
@@ -282,7 +298,7 @@ class _Search:
             hosted = [float(memory == "host") for memory in (placement.optimizer, placement.parameters)]
             rows.append([1.0, share, *values, *places, *hosted])
         model = np.array([self._model_bytes(choice) for choice in self.choices()])
-        arguments = self._argument_bytes(self._problem.placements[0])
+        arguments = self._arguments(self._problem.placements[0]).on_device
         return np.array(rows), model, max([*self._error_bytes, _LEAST_SCALE * arguments])
 
     @property
@@ -302,10 +318,6 @@ class _Search:
     @property
     def _known(self) -> list[_Choice]:
         return [*self.sizes, *(choice for choice in self.probes if choice not in self.sizes)]
-
-    @property
-    def _is_exhausted(self) -> bool:
-        return len(self._known) >= MAX_COMPILATIONS
 
     def _measure(self, choice: _Choice) -> None:
         """Compile a choice: cheaply for a TPU, if that works."""
@@ -347,10 +359,10 @@ class _Search:
     def seconds(self, choice: _Choice) -> tuple[float, float]:
         """Return the estimated time of a step, with and without overlap of operations and memory traffic."""
         placement = choice.placement
-        weights, state = self._weight_bytes(placement)
+        arguments = self._arguments(placement)
         # The backward pass reads a value, and first writes it if it recomputes it or copies it from the host.
         values = sum(self._decision_bytes) * 2 - sum(self._bytes_of(choice, "keep"))
-        traffic = values + _WEIGHT_READS * placement.num_microbatches * weights + 2 * state
+        traffic = values + _WEIGHT_READS * placement.num_microbatches * arguments.weights + 2 * arguments.state
         return self._rates.seconds(self.flops(choice), traffic, self._exposed(choice))
 
     def flops(self, choice: _Choice) -> int:
@@ -363,11 +375,12 @@ class _Search:
         forward = self.measured.recomputed_flops
         backward = self.flops(choice) - forward
         moved = self._moved_bytes(choice)
-        layers = self._hosted_layer_bytes(choice.placement) * choice.placement.num_microbatches
+        arguments = self._arguments(choice.placement)
+        layers = arguments.hosted_layers * choice.placement.num_microbatches
         # The link carries both directions at once. Layers are read in both passes.
         exposed = self._rates.exposed_seconds
         seconds = exposed(max(moved, layers), forward) + exposed(moved + layers, backward)
-        return seconds + exposed(self._hosted_state_bytes(choice.placement), 0)
+        return seconds + exposed(arguments.hosted_state, 0)
 
     def _exposed_value_seconds(self, choice: _Choice) -> float:
         """Return seconds of copies of values and layer inputs that no pass hides, if the plan may avoid them."""
@@ -388,7 +401,7 @@ class _Search:
 
     def _model_bytes(self, choice: _Choice) -> float:
         """Return the bytes of a choice by a linear model: arguments, values and layer inputs."""
-        return self._argument_bytes(choice.placement) + sum(self._components(choice))
+        return self._arguments(choice.placement).on_device + sum(self._components(choice))
 
     def _least_bytes(self, choice: _Choice) -> float:
         """Return the bytes that a choice needs at least, from its own compilation: exact, or a probe."""
@@ -430,27 +443,17 @@ class _Search:
             for num_bytes, chosen in zip(self._decision_bytes, choice.actions, strict=True)
         ]
 
-    def _argument_bytes(self, placement: Placement) -> int:
-        return tree_bytes([leaf for leaf in jax.tree.leaves(self.job(placement).args) if _is_on_device(leaf)])
-
-    def _weight_bytes(self, placement: Placement) -> tuple[int, int]:
-        """Return the bytes of arguments that each microbatch reads, and of those that each step reads once."""
+    def _arguments(self, placement: Placement) -> _Arguments:
         job = self.job(placement)
-        total, position = tree_bytes(job.args), (job.roles or {}).get("optimizer")
-        state = tree_bytes(job.args[position]) if isinstance(position, int) else 0
-        return total - state, state
-
-    def _hosted_layer_bytes(self, placement: Placement) -> int:
-        leaves = jax.tree.leaves(self.job(placement).args) if placement.parameters == "host" else []
-        hosted = tree_bytes([leaf for leaf in leaves if not _is_on_device(leaf)])
-        return max(hosted - self._hosted_state_bytes(placement), 0)
-
-    def _hosted_state_bytes(self, placement: Placement) -> int:
-        position = (self.job(placement).roles or {}).get("optimizer")
-        if placement.optimizer == "device" or not isinstance(position, int):
-            return 0
-        leaves = jax.tree.leaves(self.job(placement).args[position])
-        return tree_bytes([leaf for leaf in leaves if not _is_on_device(leaf)])
+        position = (job.roles or {}).get("optimizer")
+        state = job.args[position] if isinstance(position, int) else ()
+        hosted, hosted_state = (
+            tree_bytes([leaf for leaf in jax.tree.leaves(tree) if memory_space(leaf) != jax.memory.Space.Device])
+            for tree in (job.args, state)
+        )
+        total, state_bytes = tree_bytes(job.args), tree_bytes(state)
+        layers = hosted - hosted_state if placement.parameters == "host" else 0
+        return _Arguments(total - hosted, total - state_bytes, state_bytes, layers, hosted_state)
 
     # --- compilation -------------------------------------------------------------------------------------------------
 
@@ -534,13 +537,9 @@ def _label(decisions: Sequence[Decision], choice: _Choice) -> str:
 
 def _limited(measured: Measured) -> Measured:
     """Return at most `_MAX_DECISIONS` decisions, those that save the most FLOPs for each byte, and none without."""
-    best = sorted(measured.decisions, key=_flops_per_byte, reverse=True)[:_MAX_DECISIONS]
+    best = sorted(measured.decisions, key=lambda item: -item.flops / max(item.num_bytes, 1))[:_MAX_DECISIONS]
     kept = tuple(item for item in measured.decisions if item in best and item.flops)
     return dataclasses.replace(measured, decisions=kept)
-
-
-def _flops_per_byte(decision: Decision) -> float:
-    return decision.flops / max(decision.num_bytes, 1)
 
 
 def _probability_to_fit(excess: Any) -> Any:
@@ -550,7 +549,3 @@ def _probability_to_fit(excess: Any) -> Any:
 
 def _on_host(placement: Placement) -> int:
     return [placement.optimizer, placement.parameters, placement.layer_inputs].count("host")
-
-
-def _is_on_device(leaf: Any) -> bool:
-    return memory_space(leaf) == jax.memory.Space.Device

@@ -435,6 +435,7 @@ def step_job(
     *,
     num_microbatches: int = 1,
     weight: Callable[[Tree], Any] | None = None,
+    compute_dtype: Any = None,
     drops_updates: bool = False,
 ) -> Job:
     """Return a `lowtide.memory.Job` for the step that `Trainer` would run, with shapes instead of arrays.
@@ -447,6 +448,7 @@ def step_job(
         batch: a batch, or shapes of one.
         num_microbatches: number of parts of the batch, as in `Trainer`.
         weight: function of a batch that returns its weight, as in `Trainer`.
+        compute_dtype: dtype of the loss, as in `Trainer`.
         drops_updates: whether the step drops its update when loss or gradients are not finite, as `Trainer` does by
             default. It costs a few bytes, and optimizer state on the host does not allow it.
 
@@ -457,7 +459,7 @@ def step_job(
     Raises:
         SelectionError: when `wrt` selects nothing, or a leaf that cannot be differentiated.
     """
-    step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight)
+    step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight, compute_dtype=compute_dtype)
     step.guard(drops_updates)
     trainable, mutable, frozen = step.split(jax.tree.map(_placed_shape, split_static(model)[0]))
     opt_state = _state_shapes(tx, trainable)
@@ -489,7 +491,7 @@ def analyze_step(
         wrt: as in `step_job`.
         batch: as in `step_job`.
         target: the hardware to compile for; None for the hardware at hand.
-        **options: ``num_microbatches`` and ``weight``, as in `step_job`.
+        **options: ``num_microbatches``, ``weight`` and ``compute_dtype``, as in `step_job`.
 
     Returns:
         The report, with the roles of `step_job`.

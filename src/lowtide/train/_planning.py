@@ -47,6 +47,7 @@ def plan(
     target: Target | str | None = None,
     allow: Sequence[Allowed] = (),
     weight: Callable[[Tree], Any] | None = None,
+    compute_dtype: Any = None,
     num_microbatches: Sequence[int] | None = None,
     on_compile: Callable[[Attempt], None] | None = None,
 ) -> Plan:
@@ -77,6 +78,7 @@ def plan(
         allow: what a plan may use if nothing else fits. ``"8bit_state"`` keeps optimizer state in 8 bits
             (`lowtide.optim.low_precision`). ``"exposed_copies"`` allows copies of values that no computation hides.
         weight: function of a batch that returns its weight, as in `Trainer`.
+        compute_dtype: dtype of the loss, as in `Trainer`.
         num_microbatches: numbers of microbatches that may be chosen; None for all divisors of the batch's rows.
         on_compile: called after each compilation, cheap or whole, with the choice and its bytes.
 
@@ -95,7 +97,7 @@ def plan(
         search. Nothing is allocated on the target.
     """
     if (arguments := getattr(model, "plan_arguments", None)) is not None:
-        model, tx, loss_fn, wrt, weight = (arguments[name] for name in ("model", "tx", "loss_fn", "wrt", "weight"))
+        model, loss_fn, tx, wrt, weight, compute_dtype = arguments.values()
     trainable, given_tx = "**" if wrt is None else wrt, cast(optax.GradientTransformation, tx)
     check_type("tx", tx, optax.GradientTransformation, "an optimizer such as optax.adamw(1e-4)")
     goal = resolve_target(target)
@@ -104,15 +106,15 @@ def plan(
     for word in allow:
         check_choice("a word in allow", word, get_args(Allowed))
     loss = _loss_of(model, loss_fn)
-    split: dict[str, Any] = {"weight": weight}
+    options: dict[str, Any] = {"weight": weight, "compute_dtype": compute_dtype}
 
     def step(placement: Placement, formats: Sequence[str]) -> Job:
         placed = model if placement.parameters == "device" else placed_layers(model, trainable)
         arguments = placed, loss, planned_tx(given_tx, placement.optimizer, formats), trainable, batch
-        job = step_job(*arguments, **split, num_microbatches=placement.num_microbatches)
+        job = step_job(*arguments, **options, num_microbatches=placement.num_microbatches)
         if _has_host_leaf(job.args[1]):  # then a step cannot drop its update
             return job
-        return step_job(*arguments, **split, num_microbatches=placement.num_microbatches, drops_updates=True)
+        return step_job(*arguments, **options, num_microbatches=placement.num_microbatches, drops_updates=True)
 
     numbers = _numbers_of(batch, num_microbatches)
     # Compile-only GPUs have no host memory.
@@ -143,13 +145,13 @@ def plan_again(
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
     wrt: Selector,
-    weight: Callable[[Tree], Any] | None,
     drops_updates: bool,
+    **options: Any,
 ) -> Plan | None:
     """Plan the step of a trainer that exists: only what layers keep, layer inputs and microbatches are chosen.
 
-    `model` and `tx` are as the trainer uses them, already placed. `numbers` are the numbers of microbatches. The result
-    is None for a loss that runs no stack.
+    `model` and `tx` are as the trainer uses them, already placed. `numbers` are the numbers of microbatches, and
+    `options` are others of `step_job`. The result is None for a loss that runs no stack.
 
     Raises:
         OutOfMemoryError: when no choice fits.
@@ -157,8 +159,8 @@ def plan_again(
     goal = resolve_target(None)
 
     def job(placement: Placement) -> Job:
-        options: dict[str, Any] = {"num_microbatches": placement.num_microbatches, "drops_updates": drops_updates}
-        return step_job(model, loss_fn, tx, wrt, batch, weight=weight, **options)
+        split: dict[str, Any] = {"num_microbatches": placement.num_microbatches, "drops_updates": drops_updates}
+        return step_job(model, loss_fn, tx, wrt, batch, **split, **options)
 
     if not runs_stack(job(Placement()), goal):
         return None

@@ -187,7 +187,7 @@ class Trainer:
         plan: Plan | None = None,
     ) -> None:
         if plan is not None:
-            num_microbatches = _microbatches_of(plan, num_microbatches, tx, pipeline, compute_dtype, sharding)
+            num_microbatches = _microbatches_of(plan, num_microbatches, tx, pipeline, sharding)
             if budget is None and plan.target == "here":
                 budget = plan.budget_bytes
             tx = planned_tx(tx, plan.optimizer, plan.formats)  # pyright: ignore[reportArgumentType]
@@ -217,11 +217,11 @@ class Trainer:
         self._store = store = TrainStateStore(model, step, state, frozen, sharding, on_change=on_change)
         self._snapshots = Snapshots(store, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
         planner, self._plan_arguments = None, None
-        can_plan = not (compute_dtype is not None or mutable is not None or isinstance(model, ModelObject))
-        if can_plan and isinstance(step, WholeStep) and sharding is None:
+        can_plan = isinstance(step, WholeStep) and mutable is None and not isinstance(model, ModelObject)
+        if can_plan and sharding is None:
             shapes = jax.tree.map(lambda leaf: to_struct(leaf) if hasattr(leaf, "dtype") else leaf, model)
             given = {"model": shapes, "loss_fn": loss_fn, "tx": tx, "wrt": "**" if wrt is None else wrt}
-            self._plan_arguments = {**given, "weight": weight}
+            self._plan_arguments = {**given, "weight": weight, "compute_dtype": compute_dtype}
             planner = functools.partial(plan_again, **self._plan_arguments, drops_updates=self.is_guarded)
         arguments = step, store, sharding, self.processes, num_microbatches, budget, weight is not None
         self._compiled = CompiledStep(*arguments, plan, planner)
@@ -249,13 +249,9 @@ class Trainer:
 
     @property
     def plan_arguments(self) -> dict[str, Any]:
-        """The arguments with which `lowtide.plan` plans this step.
-
-        Raises:
-            ConfigError: for a step that cannot be planned.
-        """
+        """The arguments with which `lowtide.plan` plans this step; raises `ConfigError` if it cannot be planned."""
         if self._plan_arguments is None:
-            expected = "a step on one device, without compute_dtype, mutable leaves, bridge, pipeline or layerwise step"
+            expected = "a step on one device, without mutable leaves, a bridge, a pipeline or layerwise updates"
             raise ConfigError("lt.plan cannot plan this trainer", expected=expected)
         return self._plan_arguments
 
@@ -762,9 +758,7 @@ def _choose_step(
     return step, weight, sharding, num_microbatches
 
 
-def _microbatches_of(
-    plan: Any, num_microbatches: int, tx: Any, pipeline: Any, compute_dtype: Any, sharding: Any
-) -> int:
+def _microbatches_of(plan: Any, num_microbatches: int, tx: Any, pipeline: Any, sharding: Any) -> int:
     """Return the number of microbatches of a plan; raise if the other arguments contradict it."""
     check_type("plan", plan, Plan, "a Plan, the result of lt.plan")
     conflicts = {
@@ -772,7 +766,6 @@ def _microbatches_of(
             num_microbatches not in (1, plan.num_microbatches),
             "leave it out: the plan has chosen it",
         ),
-        "compute_dtype": (compute_dtype is not None, "cast in the loss: lt.plan plans the step without compute_dtype"),
         "sharding": (sharding is not None, "leave plan out: lt.plan plans steps on one device"),
         "nf4_weights": ("nf4_weights" in plan.formats, "quantise the model with lt.quantize, and plan it"),
         "a pipeline": (pipeline is not None, "leave plan out: a schedule adapts to the budget by itself"),
