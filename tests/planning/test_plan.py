@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rich
 from jax.ad_checkpoint import checkpoint_name
 
 import lowtide as lt
@@ -113,12 +116,13 @@ def test_a_trainer_runs_the_plan_with_its_bytes_and_the_losses_of_the_step_witho
         if plan := options.get("plan"):
             assert trainer.memory(batches[0]).device_bytes == plan.device_bytes
         losses.append([record["loss"] for record in trainer.fit(batches, num_steps=3)])
-        if plan := options.get("plan"):
-            assert lt.plan(trainer, batches[0], budget="100 MiB", num_microbatches=[2], target="cpu") == large
+        given = trainer, batches[0], options.get("tx")
+        if "plan" not in options:
+            assert lt.plan(*given, budget="100 MiB", num_microbatches=[2], target="cpu") == large
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"lt.plan cannot plan this trainer(.|\n)*without mutable leaves"):
+    with pytest.raises(ConfigError, match=r"lt.plan cannot plan this trainer"):
         lt.plan(lt.Trainer(parameters(), loss, TX, wrt="layers/**", mutable="outer/in"), batches[0], budget="1 GiB")
-    with pytest.raises(ConfigError, match="tx must be an optimizer such as"):
+    with pytest.raises(ConfigError, match="tx must be an Optax optimizer"):
         lt.plan(parameters(), batches[0], loss_fn=loss, budget="100 MiB")
 
 
@@ -154,11 +158,25 @@ def test_blocks_without_names_are_named_after_their_weights() -> None:
     ]
 
 
+def test_a_trainer_with_a_compute_dtype_and_a_budget_is_planned_again_after_an_error() -> None:
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch)  # noqa: E731
+    trainer = lt.Trainer(parameters(), loss, TX, wrt="**", compute_dtype="bfloat16", budget="1 GiB")
+    batch = batch_of(256)
+    large = trainer.memory(batch).device_bytes
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.0MiB")
+    with pytest.warns(UserWarning, match="planned again"):
+        assert trainer._compiled.replan(error, batch)
+    assert trainer.memory(batch).device_bytes < large
+    trainer.fit([batch], num_steps=1)
+    with pytest.raises(ConfigError, match="a trainer has its own tx"):
+        lt.plan(trainer, batch, TX, budget="1 GiB")
+
+
 def test_bad_input_is_one_clear_error() -> None:
     for options, message in (
         ({"budget": "12 parsecs"}, "12 parsecs"),
         ({"budget": 0}, "budget(.|\n)*hint:"),
-        ({"budget": None}, "the memory of cpu is unknown(.|\n)*hint: give a budget"),
+        ({"budget": None}, "the memory of cpu is unknown(.|\n)*hint: set a limit"),
         ({"budget": 2**30, "num_microbatches": [3]}, "3, which does not divide the 64 rows"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -241,6 +259,33 @@ def test_two_stacks_with_different_names_are_planned_together() -> None:
         trainer = lt.Trainer(params[part], lambda p, b, fn=fn: fn(p["outer"], p["layers"], b), TX, plan=plan)
         with pytest.raises(SelectionError, match="a plan keeps values that no layer has"):
             trainer.fit([batch_of(64)], num_steps=1)
+
+
+def test_estimates_of_a_tpu_are_reported_and_only_whole_compilations_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = lambda hidden: 2**20 * (4 + 2 * len(hidden.save))  # noqa: E731
+    monkeypatch.setattr(searching, "probe_step", lambda job, hidden, target: sizes(hidden))
+    compiled = lambda job, hidden, target: searching.Size(sizes(hidden) + 2**19, 0)  # noqa: E731
+    monkeypatch.setattr(searching, "compile_step", compiled)
+    loss = lambda params, batch: STACK.apply(params["outer"], params["layers"], batch)  # noqa: E731
+    job, shown = step_job(parameters(), loss, TX, "**", batch_of(1024)), []
+    target = dataclasses.replace(lt.target("cpu"), platform="tpu")
+    for budget, number in ((9 * 2**20, 2), (2**22 + 2**19, 0)):
+        shown.clear()
+        plan = search(Problem(lambda _: job, [Placement()], target, budget), on_compile=shown.append)
+        assert len(plan.hidden.save) == number and plan.device_bytes == 2**20 * (4 + 2 * number) + 2**19
+        assert len(shown) == len(plan.attempts) + sum(item.is_compiled for item in plan.attempts)
+        assert not all(item.is_compiled for item in plan.attempts) and all(item.is_compiled for item in plan.frontier)
+        rich.print(plan, file=(text := io.StringIO()))
+        assert "estimated " in text.getvalue() and "fits" in text.getvalue()
+    plan.to_png(tmp_path / "frontier.png")
+    job = step_job(parameters(), loss, TX, "**", batch_of(1024))
+    none = Problem(lambda _: job, [Placement()], target, 2**22, has_stack=False)
+    monkeypatch.setattr(searching, "probe_step", lambda job, hidden, target: 2**22 + 100)
+    monkeypatch.setattr(searching, "compile_step", lambda job, hidden, target: searching.Size(2**22 + 100, 0))
+    with pytest.raises(OutOfMemoryError, match="no choice fits"):  # the only choice is too large
+        search(none)
 
 
 def test_values_move_to_the_host_only_within_the_forward_pass() -> None:

@@ -27,7 +27,7 @@ from ..core import ConfigError, LowtideError, OutOfMemoryError, format_bytes
 from . import _config_flags, _data_report, _distributed
 from ._arguments import check_not_empty
 from ._output import print_labelled, progress_bar
-from ._plan import add_plan_arguments, plan_settings, read_budget
+from ._plan import add_plan_arguments, read_budget, show_on
 
 _RESERVE = 0.03
 """Share of a device's memory that a plan without --budget leaves free, for the allocator's fragmentation."""
@@ -216,6 +216,7 @@ def _next_command(job: Any) -> str:
 
 def _plan(console: Console, config: Any, budget: int | None, args: argparse.Namespace, sharding: Any) -> Any:
     """Return the fastest step that fits the budget; None for the step of the settings."""
+    from ..finetune import plan_within
     from ..targets import limit_bytes, resolve_target
 
     is_explicit = budget is not None or args.target is not None or bool(args.allow)
@@ -235,7 +236,7 @@ def _plan(console: Console, config: Any, budget: int | None, args: argparse.Name
         budget = int((1 - _RESERVE) * limit_bytes(target, None))
     with progress_bar(console) as progress:
         try:
-            return plan_settings(progress, config, budget, target, args.allow or ())
+            return plan_within(config, budget, target, allow=args.allow or (), on_compile=show_on(progress))
         except OutOfMemoryError as error:
             if is_explicit:
                 raise

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if any(row["fits"] is None for row in measured):
             console.print(Text("note: a capacity is unknown; set a limit with --budget", style="dim"))
     _write_rows(console, args.json, [dict.fromkeys(_FIELDS) | row for row in rows])
-    is_small = any(row["fits"] is False or "error" in (row["plan"] or {}) for row in measured)
+    is_small = any(row["fits"] is False or "[LT010]" in (row.get("plan") or {}).get("error", "") for row in measured)
     return 2 if are_mistakes else int(len(measured) < len(rows) or is_small)
 
 

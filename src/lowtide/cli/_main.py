@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; None: the arguments of the process.
 
     Returns:
-        The exit status: 0; 1 when a step does not fit, `inspect` finds a problem, the user's own code fails, or the
-        reader of the output closes the pipe; 2 for a user's mistake (argparse raises SystemExit); 130 when interrupted.
+        The exit status: 0; 1 when `fits` or `plan` finds a step too large, `inspect` finds a problem, the user's own
+        code fails, or the reader of the output closes the pipe; 2 for a user's mistake (argparse raises SystemExit);
+        130 when interrupted.
     """
     parser = argparse.ArgumentParser(prog="lowtide", description="Memory-efficient training for JAX.")
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except (LowtideError, UserCodeError) as error:
         print_error(str(error))
-        return 1 if isinstance(error, (UserCodeError, OutOfMemoryError)) else 2
+        is_too_large = isinstance(error, OutOfMemoryError) and args.run is _plan.run
+        return 1 if is_too_large or isinstance(error, UserCodeError) else 2
     except PermissionError as error:
         print_error(f"{error.filename or 'a file'}: {error.strerror or error}")
         errors().print("hint: check the permissions of that file or folder, and of those above it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,8 @@ def read_budget(args: argparse.Namespace) -> int | None:
     return budget
 
 
-def plan_settings(progress: Any, config: Any, budget: int, target: Any, allow: Sequence[str]) -> Any:
-    """Plan the step of `lowtide finetune` with a progress line for each compilation."""
-    from ..finetune import plan_within
-
-    return plan_within(config, budget, target, allow=allow, on_compile=_show_on(progress))
-
-
-def _show_on(progress: Any) -> Any:
+def show_on(progress: Any) -> Any:
+    """Return an `on_compile` that shows each compilation of a plan on a progress line."""
     task = progress.add_task("planning the step", total=None)
     sizes: list[str] = []
     if not progress.console.is_terminal:
@@ -74,7 +67,7 @@ def _show_on(progress: Any) -> Any:
 
     def show(attempt: Any) -> None:
         sizes.append(format_bytes(attempt.device_bytes))
-        progress.update(task, description=f"planning the step; choices compiled: {len(sizes)}, the last: {sizes[-1]}")
+        progress.update(task, description=f"planning the step; compilations: {len(sizes)}, the last: {sizes[-1]}")
 
     return show
 
@@ -102,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(
     console: Console, args: argparse.Namespace, path: Path, name: str, settings: Any, target: Any, budget: int
 ) -> Any:
-    from ..finetune import config_from_dict
+    from ..finetune import config_from_dict, plan_within
     from ..memory import Job
     from ..planning import plan_job
 
@@ -111,7 +104,7 @@ def _plan(
             raise ConfigError("--set is for functions", hint="use the flags of the settings, such as --batch-size 8")
         config = config_from_dict({"packing": "best-fit", **settings, "model": str(path)}, "the settings")
         with progress_bar(console) as progress:
-            return plan_settings(progress, config, budget, target, args.allow or ())
+            return plan_within(config, budget, target, allow=args.allow or (), on_compile=show_on(progress))
     if args.allow:
         raise ConfigError("--allow is for a model's folder", hint="build these formats into your function")
     with load(path, name, settings) as maker:
@@ -119,4 +112,4 @@ def _plan(
         values = read_settings(args.set, maker, job_name)
         with progress_bar(console) as progress, user_code(path):
             job = Job.make(maker, target=target, what=job_name, **values)
-            return plan_job(job, target, budget, on_compile=_show_on(progress))
+            return plan_job(job, target, budget, on_compile=show_on(progress))

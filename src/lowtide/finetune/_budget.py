@@ -6,6 +6,7 @@ The training step is compiled from shapes, so the bytes come from the compiler. 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,7 +33,7 @@ FORMATS = ("exposed_copies", "nf4_weights", "8bit_state")
 
 
 _TILE_TOKENS = 2048
-"""Tokens of a small tile, which a plan uses if nothing else fits: it changes no value, so it is always allowed."""
+"""Tokens of a small tile. Without dropout it changes values by rounding only, so it needs no permission."""
 
 
 def plan_within(
@@ -45,8 +46,9 @@ def plan_within(
 ) -> Plan:
     """Return the fastest step of a run that fits a budget; `planned_config` has its settings.
 
-    The plan chooses what each layer keeps, microbatches, and which data are on the host. With ``full``, layers are
-    always recomputed. ``offload`` and ``num_microbatches`` are chosen only if they have their default values.
+    The plan chooses what each layer keeps, microbatches, and which data are on the host; with ``full``, layers are
+    always recomputed. On a GPU, tiles get smaller if nothing else fits. ``offload``, ``num_microbatches`` and
+    ``tile_tokens`` are chosen only if they have their default values.
 
     Args:
         config: the settings.
@@ -94,11 +96,16 @@ def plan_within(
             return parts.job(drops_updates=placement.optimizer == "device")
 
         allows_copies = "exposed_copies" in used
-        possible = [placement for placement in placements if _is_possible(config, placement, used)]
+        possible: list[Placement] = []
+        for placement in placements:
+            with contextlib.suppress(ConfigError):  # contradictory settings, such as 4-bit layers on the host
+                _with_placement(config, placement, used)
+                possible.append(placement)
         return Problem(job, possible, goal, budget, not config.full, allows_copies)
 
-    has_tiles = config.tile_tokens is None and config.batch_size // numbers[-1] * config.seq_len > _TILE_TOKENS
-    tiles = ["small_tiles"] if has_tiles else []
+    # Other chips have tiles of this size, or smaller ones, by default.
+    is_long = goal.platform == "gpu" and config.batch_size // numbers[-1] * config.seq_len > _TILE_TOKENS
+    tiles = ["small_tiles"] if is_long and config.tile_tokens is None and not config.lora_dropout else []
     plan = search_formats(problem, [*tiles, *formats], [*tiles, *allow], on_compile=on_compile)
     return dataclasses.replace(plan, digest=plan_digest(config))
 
@@ -132,21 +139,12 @@ def plan_digest(config: FinetuneConfig) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _is_possible(config: FinetuneConfig, placement: Placement, used: Sequence[str]) -> bool:
-    """Return False for settings that contradict each other, such as 4-bit layers on the host."""
-    try:
-        _with_placement(config, placement, used)
-    except ConfigError:
-        return False
-    return True
-
-
 def _with_placement(config: FinetuneConfig, placement: Placement | Plan, used: Sequence[str]) -> FinetuneConfig:
     on_host = [word for word, field in _WORDS.items() if getattr(placement, field) == "host"]
     changes: dict[str, Any] = {"num_microbatches": placement.num_microbatches}
     if config.offload is None and set(on_host) != (set(_WORDS) if config.full else set()):
         changes["offload"] = tuple(on_host)
-    if "small_tiles" in used:
+    if "small_tiles" in used and config.tile_tokens is None:
         changes |= {"tile_tokens": _TILE_TOKENS}
     if "nf4_weights" in used:
         changes |= {"quantize": "nf4"}

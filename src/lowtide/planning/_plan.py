@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -68,7 +69,7 @@ class Plan:
     parameters: Memory = "device"
     """Memory of the frozen layers."""
     formats: tuple[str, ...] = ()
-    """Words of `allow` with which the plan was found, because no choice without them fits."""
+    """Words of `allow`, and ``small_tiles``, with which the plan was found, because no choice without them fits."""
     has_stack: bool = True
     """Whether the loss runs a `lowtide.core.LayerStack`. Without one, only placements are planned."""
     device_bytes: int
@@ -193,12 +194,7 @@ class Plan:
     @property
     def choice(self) -> str:
         """Text: kept values, data on the host, groups of layers, formats and microbatches."""
-        kept = ", ".join(item.label for item in self.decisions if item.action == "keep")
-        on_host = [item.label for item in self.decisions if item.action == "host"]
-        on_host += [name.replace("_", " ") for name in PLACES if getattr(self, name) == "host"]
-        parts = [f"keep {kept}" if kept else "recompute all"] if self.decisions else []
-        parts += [f"on the host: {', '.join(on_host)}"] if on_host else []
-        parts += [f"groups of {self.layers_per_remat} layers"] if self.layers_per_remat > 1 else []
+        parts = label_parts(self.decisions, self, self.layers_per_remat)
         parts += [f"with {', '.join(self.formats)}"] if self.formats else []
         parts += [] if self.has_stack else ["placement only"]
         return "; ".join([*parts, f"microbatches: {self.num_microbatches}"])
@@ -215,6 +211,16 @@ class Plan:
 
     def __str__(self) -> str:
         return f"plan: {self.summary}"
+
+
+def label_parts(decisions: Sequence[Decision], memories: Any, layers_per_remat: int) -> list[str]:
+    """Return texts about a choice; `memories` has the fields `PLACES`."""
+    kept = ", ".join(item.label for item in decisions if item.action == "keep")
+    on_host = [item.label for item in decisions if item.action == "host"]
+    on_host += [name.replace("_", " ") for name in PLACES if getattr(memories, name) == "host"]
+    parts = [f"keep {kept}" if kept else "recompute all"] if decisions else []
+    parts += [f"on the host: {', '.join(on_host)}"] if on_host else []
+    return parts + ([f"groups of {layers_per_remat} layers"] if layers_per_remat > 1 else [])
 
 
 def _with_tuples(item: Any) -> dict[str, Any]:

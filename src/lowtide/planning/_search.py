@@ -33,7 +33,7 @@ from ..targets import Target
 from ._compiler import Size, compile_step, probe_step
 from ._cost import rates
 from ._decisions import Action, Decision, Measured, Memory, Remat, measure, remat
-from ._plan import Attempt, Plan
+from ._plan import Attempt, Plan, label_parts
 
 MAX_COMPILATIONS = 15
 """Largest number of choices to compile; for a TPU, cheaply."""
@@ -47,7 +47,7 @@ was compiled whole, its difference to its probe is known: at least half of it is
 _VALUE_ERROR, _NOISE, _LIMIT = 1.5, 0.2, 2.5
 """Standard deviations of the error of one value and of one compilation, as multiples of the bytes of the value and of
 the largest value in `_ERROR_LAYERS` layers, and the number of standard deviations that excludes a choice. With these,
-80 of 80 searches over 32 policies found the best choice, with 15 compilations at most (`benchmarks/plan_truth.py`)."""
+160 of 160 searches over 32 policies found the best one in 15 compilations at most (`benchmarks/plan_truth.py`)."""
 _ERROR_LAYERS = 6
 """Errors of the linear model come from a layer's temporary values, so they do not grow with the number of layers."""
 _LEAST_GAIN = 1e-6
@@ -244,7 +244,7 @@ class _Search:
                 self._measure(choice)
             elif best is not None and best not in self.sizes:
                 self.compile(best)
-            elif best is not None or self._tries_smallest:
+            elif best is not None or self._tries_smallest or len(self.sizes) == len(choices):
                 return best
             else:  # for the error, too
                 self._tries_smallest = True
@@ -257,7 +257,8 @@ class _Search:
         budget, known = self._problem.budget_bytes, set(self._known)
         limit = math.inf if best is None else self.seconds(best)[1]
         predictions, deviations = self._predict()
-        has_room = {item: self._arguments(item).on_device <= budget for item in self._problem.placements}
+        room = budget * self._problem.target.num_devices  # arguments may be sharded
+        has_room = {item: self._arguments(item).on_device <= room for item in self._problem.placements}
         is_open = np.array(
             [has_room[item.placement] and item not in known and self.seconds(item)[1] < limit for item in choices]
         )
@@ -525,14 +526,7 @@ class _Search:
 
 
 def _label(decisions: Sequence[Decision], choice: _Choice) -> str:
-    placement = choice.placement
-    on_host = [name for name in ("optimizer", "parameters", "layer_inputs") if getattr(placement, name) == "host"]
-    on_host += [item.label for item in decisions if item.action == "host"]
-    kept = [item.label for item in decisions if item.action == "keep"]
-    parts = ["keep " + ", ".join(kept)] if kept else ["recompute all"] if decisions else []
-    parts += [f"on the host: {', '.join(on_host).replace('layer_inputs', 'layer inputs')}"] if on_host else []
-    parts += [f"groups of {choice.layers_per_remat} layers"] if choice.layers_per_remat > 1 else []
-    return "; ".join(parts) or "all on the device"
+    return "; ".join(label_parts(decisions, choice.placement, choice.layers_per_remat)) or "all on the device"
 
 
 def _limited(measured: Measured) -> Measured:

@@ -202,7 +202,7 @@ def limit_bytes(target: Target, budget: int | str | None) -> int:
     limit: Any = parse_bytes(budget) if isinstance(budget, str) else target.budget_bytes if budget is None else budget
     if limit is None:
         name = "this machine" if target.name == "here" else target.name
-        raise ConfigError(f"the memory of {name} is unknown", hint='give a budget, such as "14 GiB"')
+        raise ConfigError(f"the memory of {name} is unknown", hint='set a limit: budget="14 GiB" or --budget "14 GiB"')
     check_integer("budget", limit, hint='budget="14 GiB", or None for all usable bytes')
     return limit
 

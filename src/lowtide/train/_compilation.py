@@ -136,7 +136,7 @@ class CompiledStep:
             return
         key = self._key(shapes)
         if key not in self._plans:
-            self._plans[key] = None
+            self._plans[key], self._hint = None, self._step.remedies
             try:
                 self._plans[key] = self._planner(shapes, self.budget_bytes, [self._num_microbatches])
             except OutOfMemoryError as error:
@@ -448,7 +448,7 @@ def step_job(
         batch: a batch, or shapes of one.
         num_microbatches: number of parts of the batch, as in `Trainer`.
         weight: function of a batch that returns its weight, as in `Trainer`.
-        compute_dtype: dtype of the loss, as in `Trainer`.
+        compute_dtype: dtype in which `loss_fn` computes, as in `Trainer`.
         drops_updates: whether the step drops its update when loss or gradients are not finite, as `Trainer` does by
             default. It costs a few bytes, and optimizer state on the host does not allow it.
 

@@ -33,6 +33,7 @@ from ._compilation import step_job
 from ._step import LossFn
 
 _MOVABLE = ("optimizer", "parameters")
+_OF_TRAINER = ("tx", "loss_fn", "wrt", "weight", "compute_dtype")
 Allowed = Literal["exposed_copies", "8bit_state"]
 
 
@@ -66,8 +67,8 @@ def plan(
     the load balance of experts. Pass ``num_microbatches=[1]`` to exclude this.
 
     Args:
-        model: the model, or its shapes (`jax.eval_shape` of its constructor); or a `Trainer`, which has the next
-            arguments. A trainer that exists cannot move its arrays, so build another one with the plan.
+        model: the model, or its shapes (`jax.eval_shape` of its constructor); or a `Trainer` without `plan`, which has
+            its own `tx`, `loss_fn`, `wrt`, `weight` and `compute_dtype`. Pass the plan to a new trainer.
         batch: a batch, or shapes of one.
         tx: the optimizer.
         loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``, or a `LayerStack` for a `model` with the keys ``outer``
@@ -78,7 +79,7 @@ def plan(
         allow: what a plan may use if nothing else fits. ``"8bit_state"`` keeps optimizer state in 8 bits
             (`lowtide.optim.low_precision`). ``"exposed_copies"`` allows copies of values that no computation hides.
         weight: function of a batch that returns its weight, as in `Trainer`.
-        compute_dtype: dtype of the loss, as in `Trainer`.
+        compute_dtype: dtype in which `loss_fn` computes, as in `Trainer`.
         num_microbatches: numbers of microbatches that may be chosen; None for all divisors of the batch's rows.
         on_compile: called after each compilation, cheap or whole, with the choice and its bytes.
 
@@ -97,9 +98,12 @@ def plan(
         search. Nothing is allocated on the target.
     """
     if (arguments := getattr(model, "plan_arguments", None)) is not None:
-        model, loss_fn, tx, wrt, weight, compute_dtype = arguments.values()
+        if any(item is not None for item in (tx, loss_fn, wrt, weight, compute_dtype)):
+            raise ConfigError("a trainer has its own tx, loss_fn, wrt, weight and compute_dtype", hint="leave them out")
+        model, tx, loss_fn, wrt, weight, compute_dtype = (arguments[name] for name in ("model", *_OF_TRAINER))
     trainable, given_tx = "**" if wrt is None else wrt, cast(optax.GradientTransformation, tx)
-    check_type("tx", tx, optax.GradientTransformation, "an optimizer such as optax.adamw(1e-4)")
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ConfigError(f"tx must be an Optax optimizer, not {shown(tx)}", hint="optax.adamw(1e-4)")
     goal = resolve_target(target)
     budget_bytes = limit_bytes(goal, budget)
     check_type("allow", allow, (list, tuple, set, frozenset), 'a list of words, such as ["8bit_state"]')

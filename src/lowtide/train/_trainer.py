@@ -220,9 +220,10 @@ class Trainer:
         can_plan = isinstance(step, WholeStep) and mutable is None and not isinstance(model, ModelObject)
         if can_plan and sharding is None:
             shapes = jax.tree.map(lambda leaf: to_struct(leaf) if hasattr(leaf, "dtype") else leaf, model)
-            given = {"model": shapes, "loss_fn": loss_fn, "tx": tx, "wrt": "**" if wrt is None else wrt}
-            self._plan_arguments = {**given, "weight": weight, "compute_dtype": compute_dtype}
-            planner = functools.partial(plan_again, **self._plan_arguments, drops_updates=self.is_guarded)
+            given: dict[str, Any] = {"model": shapes, "loss_fn": loss_fn, "tx": tx, "wrt": "**" if wrt is None else wrt}
+            given |= {"weight": weight, "compute_dtype": compute_dtype}
+            planner = functools.partial(plan_again, **given, drops_updates=self.is_guarded)
+            self._plan_arguments = given if plan is None else None  # a plan has changed the model and the optimizer
         arguments = step, store, sharding, self.processes, num_microbatches, budget, weight is not None
         self._compiled = CompiledStep(*arguments, plan, planner)
         self._evaluation = Evaluation(step, weight, seed, store, self._compiled, self.processes, sharding, model)
@@ -251,7 +252,7 @@ class Trainer:
     def plan_arguments(self) -> dict[str, Any]:
         """The arguments with which `lowtide.plan` plans this step; raises `ConfigError` if it cannot be planned."""
         if self._plan_arguments is None:
-            expected = "a step on one device, without mutable leaves, a bridge, a pipeline or layerwise updates"
+            expected = "a step on one device, without plan, mutable leaves, a bridge, a pipeline or layerwise updates"
             raise ConfigError("lt.plan cannot plan this trainer", expected=expected)
         return self._plan_arguments
 
@@ -761,13 +762,14 @@ def _choose_step(
 def _microbatches_of(plan: Any, num_microbatches: int, tx: Any, pipeline: Any, sharding: Any) -> int:
     """Return the number of microbatches of a plan; raise if the other arguments contradict it."""
     check_type("plan", plan, Plan, "a Plan, the result of lt.plan")
+    of_models = {"nf4_weights", "small_tiles"} & {*plan.formats}
     conflicts = {
         "another num_microbatches": (
             num_microbatches not in (1, plan.num_microbatches),
             "leave it out: the plan has chosen it",
         ),
         "sharding": (sharding is not None, "leave plan out: lt.plan plans steps on one device"),
-        "nf4_weights": ("nf4_weights" in plan.formats, "quantise the model with lt.quantize, and plan it"),
+        "nf4_weights or small_tiles": (bool(of_models), "plan a model that has them: lt.quantize, tile_tokens"),
         "a pipeline": (pipeline is not None, "leave plan out: a schedule adapts to the budget by itself"),
         "a layerwise step": (isinstance(tx, LayerwiseStep), "leave plan out: such a step keeps one layer at a time"),
     }

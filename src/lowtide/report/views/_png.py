@@ -97,7 +97,7 @@ def frontier_png(
     """
     mpl = _matplotlib()
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
-        figure, grid = _figure(title, "compiled bytes on one device, estimated time of a step", num_rows=1)
+        figure, grid = _figure(title, "bytes on one device (hollow: estimated), estimated time of a step", num_rows=1)
         axes: Any = figure.add_subplot(grid[0])
         attempts = sorted(attempts, key=lambda item: (item.device_bytes, item.seconds))
         largest = max(budget, *(item.device_bytes for item in attempts))
