@@ -101,7 +101,7 @@ def test_small_tiles_are_tried_without_permission_for_long_rows(
     config = FinetuneConfig(model=str(tiny_model_dir), rank=2, seq_len=16, batch_size=2)
     for changes in ({}, {"seq_len": 8}, {"tile_tokens": 4}):
         with pytest.raises(OutOfMemoryError):
-            plan_within(dataclasses.replace(config, **changes), 2**30)
+            plan_within(dataclasses.replace(config, **changes), 2**30, "h100")
     assert words == [("small_tiles", ["small_tiles"]), *[("exposed_copies", [])] * 2]
     plan = Plan(**dict.fromkeys(PLAN_FIELDS, 1), decisions=(), target="here", seconds=(1, 1), formats=("small_tiles",))
     assert planned_config(config, plan).tile_tokens == 8

@@ -36,7 +36,7 @@ from ._decisions import Action, Decision, Measured, Memory, Remat, measure, rema
 from ._plan import Attempt, Plan, label_parts
 
 MAX_COMPILATIONS = 15
-"""Largest number of choices to compile; for a TPU, cheaply."""
+"""Largest number of choices to compile, for a TPU cheaply; twice as many while none fits."""
 _WEIGHT_READS = 3
 """How often a microbatch reads each weight: forward pass, recomputation, backward pass."""
 _MAX_DECISIONS = 8
@@ -134,8 +134,8 @@ def search(problem: Problem, *, on_compile: Callable[[Attempt], None] | None = N
         OutOfMemoryError: when no choice fits.
 
     Memory:
-        One compilation at a time. At most `MAX_COMPILATIONS` choices are compiled; for a TPU cheaply, and whole only
-        those that may be the best.
+        One compilation at a time. `MAX_COMPILATIONS` limits their number; for a TPU that of the cheap ones. Whole ones
+        follow only for choices that may be the best.
     """
     if not problem.placements:
         raise ConfigError("a plan needs at least one placement", hint="pass [Placement()]")
@@ -238,7 +238,7 @@ class _Search:
             best = min(fitting, key=lambda choice: self.seconds(choice)[1], default=None)
             # The first whole compilation for a TPU corrects the probes.
             is_uncorrected = best is not None and not self.sizes
-            is_last = is_uncorrected or len(known) >= MAX_COMPILATIONS
+            is_last = is_uncorrected or len(known) >= (MAX_COMPILATIONS if best else 2 * MAX_COMPILATIONS)
             choice = None if is_last else self._next(choices, best)
             if choice is not None:
                 self._measure(choice)

@@ -94,7 +94,7 @@ def plan(
         TargetError: for an unknown target, or one whose compiler is not installed.
 
     Memory:
-        The host holds one compilation at a time, at most 16 whole ones in each search. Each word of `allow` may add a
+        The host holds one compilation at a time, at most 31 in each search. Each word of `allow` may add a
         search. Nothing is allocated on the target.
     """
     if (arguments := getattr(model, "plan_arguments", None)) is not None:
