@@ -168,7 +168,7 @@ def test_a_trainer_with_a_compute_dtype_and_a_budget_is_planned_again_after_an_e
         assert trainer._compiled.replan(error, batch)
     assert trainer.memory(batch).device_bytes < large
     trainer.fit([batch], num_steps=1)
-    with pytest.raises(ConfigError, match="a trainer has its own tx"):
+    with pytest.raises(ConfigError, match="a trainer already has tx"):
         lt.plan(trainer, batch, TX, budget="1 GiB")
 
 

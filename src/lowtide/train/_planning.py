@@ -68,7 +68,7 @@ def plan(
 
     Args:
         model: the model, or its shapes (`jax.eval_shape` of its constructor); or a `Trainer` without `plan`, which has
-            its own `tx`, `loss_fn`, `wrt`, `weight` and `compute_dtype`. Pass the plan to a new trainer.
+            `tx`, `loss_fn`, `wrt`, `weight` and `compute_dtype` already. Pass the plan to a new trainer.
         batch: a batch, or shapes of one.
         tx: the optimizer.
         loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``, or a `LayerStack` for a `model` with the keys ``outer``
@@ -99,7 +99,7 @@ def plan(
     """
     if (arguments := getattr(model, "plan_arguments", None)) is not None:
         if any(item is not None for item in (tx, loss_fn, wrt, weight, compute_dtype)):
-            raise ConfigError("a trainer has its own tx, loss_fn, wrt, weight and compute_dtype", hint="leave them out")
+            raise ConfigError("a trainer already has tx, loss_fn, wrt, weight and compute_dtype", hint="leave them out")
         model, tx, loss_fn, wrt, weight, compute_dtype = (arguments[name] for name in ("model", *_OF_TRAINER))
     trainable, given_tx = "**" if wrt is None else wrt, cast(optax.GradientTransformation, tx)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
