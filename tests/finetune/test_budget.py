@@ -58,7 +58,7 @@ def test_the_command_refuses_from_config_json_alone(tiny_model_dir: str, tmp_pat
         (["--budget", "1 GiB"], "tokenizer.json"),  # it fits, so the rest of the model is looked for
         (
             ["--budget", "100 B"],
-            r"no choice fits the budget of 100 B on(.|\n)*allow exposed_copies or nf4_weights",
+            r"no choice fits the budget of 100 B on(.|\n)*allow nf4_weights or 8bit_state",
         ),
         (["--budget", "1 GiB", "--no-remat"], r"it excludes --no-remat(.|\n)*hint:"),
         (["--budget", "1 GiB", "--plan", "off"], "which excludes --plan off"),
@@ -102,7 +102,7 @@ def test_small_tiles_are_tried_without_permission_for_long_rows(
     for changes in ({}, {"seq_len": 8}, {"tile_tokens": 4}):
         with pytest.raises(OutOfMemoryError):
             plan_within(dataclasses.replace(config, **changes), 2**30, "h100")
-    assert words == [("small_tiles", ["small_tiles"]), *[("exposed_copies", [])] * 2]
+    assert words == [("small_tiles", ["small_tiles"]), *[("nf4_weights", [])] * 2]
     plan = Plan(**dict.fromkeys(PLAN_FIELDS, 1), decisions=(), target="here", seconds=(1, 1), formats=("small_tiles",))
     assert planned_config(config, plan).tile_tokens == 8
 

@@ -122,6 +122,8 @@ def test_a_trainer_runs_the_plan_with_its_bytes_and_the_losses_of_the_step_witho
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
     with pytest.raises(ConfigError, match=r"lt.plan cannot plan this trainer"):
         lt.plan(lt.Trainer(parameters(), loss, TX, wrt="layers/**", mutable="outer/in"), batches[0], budget="1 GiB")
+    with pytest.raises(ConfigError, match="loss_fn must be a function"):
+        lt.plan(parameters(), batches[0], TX, loss_fn="loss", budget="100 MiB")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="tx must be an Optax optimizer"):
         lt.plan(parameters(), batches[0], loss_fn=loss, budget="100 MiB")
 
@@ -168,6 +170,8 @@ def test_a_trainer_with_a_compute_dtype_and_a_budget_is_planned_again_after_an_e
         assert trainer._compiled.replan(error, batch)
     assert trainer.memory(batch).device_bytes < large
     trainer.fit([batch], num_steps=1)
+    own = lt.plan(trainer, batch, target="cpu", num_microbatches=[1])
+    assert own.budget_bytes == 2**30 and own.device_bytes == large
     with pytest.raises(ConfigError, match="a trainer already has tx"):
         lt.plan(trainer, batch, TX, budget="1 GiB")
 

@@ -44,8 +44,8 @@ def _add_allow(parser: argparse.ArgumentParser) -> None:
         "--allow",
         action="append",
         choices=("nf4_weights", "8bit_state", "exposed_copies"),
-        help="what a plan may use if nothing else fits; exposed_copies are copies to the host that computation does "
-        "not hide; may be repeated (default: none)",
+        help="for a model: what a plan may use if nothing else fits; exposed_copies are copies to the host that no "
+        "computation hides; may be repeated (default: none)",
     )
 
 

@@ -77,11 +77,10 @@ def plan_within(
     directory = directory_of(config)
     refuse_for_model(config, directory)
     config = with_seq_len(config, models.load_config(directory).max_position_embeddings)
-    formats = [word for word in FORMATS if not config.full or word == "8bit_state"]
-    if config.quantize is not None or models.quantization_of(directory) is not None:
-        formats.remove("nf4_weights")
-    # Compile-only GPUs have no host memory.
     has_host = bool(goal.host_link_bandwidth) and not (goal.platform == "gpu" and goal.is_ahead_of_time)
+    formats = ["8bit_state"] if config.full else [*FORMATS[0 if has_host else 1 :]]
+    if config.quantize is not None or models.quantization_of(directory) is not None:
+        formats = [word for word in formats if word != "nf4_weights"]
     memories: dict[str, tuple[Memory, ...]] = dict.fromkeys(_WORDS.values(), ("device", "host"))
     if config.offload is not None or not has_host:
         words = tuple(_WORDS) if config.full and config.offload is None else config.offload or ()

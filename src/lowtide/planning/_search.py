@@ -516,10 +516,9 @@ class _Search:
 
     def error(self) -> OutOfMemoryError:
         smallest = min((self._attempts[choice] for choice in self.sizes), key=lambda item: item.device_bytes)
-        budget = format_bytes(self._problem.budget_bytes)
         parts = f"microbatches: {smallest.num_microbatches}, {smallest.label}"
         return OutOfMemoryError(
-            f"no choice fits the budget of {budget} on {self._problem.target.name}",
+            f"no choice fits the budget of {format_bytes(self._problem.budget_bytes)} on {self._problem.target.name}",
             got=f"{format_bytes(smallest.device_bytes)} with {parts} (compiled)",
             hint="use a smaller batch, shorter sequences or quantised weights",
         )

@@ -68,7 +68,7 @@ def plan(
 
     Args:
         model: the model, or its shapes (`jax.eval_shape` of its constructor); or a `Trainer` without `plan`, which has
-            `tx`, `loss_fn`, `wrt`, `weight` and `compute_dtype` already. Pass the plan to a new trainer.
+            `tx`, `loss_fn`, `wrt`, `weight`, `compute_dtype` and `budget`. Pass the plan to a new trainer.
         batch: a batch, or shapes of one.
         tx: the optimizer.
         loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``, or a `LayerStack` for a `model` with the keys ``outer``
@@ -100,7 +100,8 @@ def plan(
     if (arguments := getattr(model, "plan_arguments", None)) is not None:
         if any(item is not None for item in (tx, loss_fn, wrt, weight, compute_dtype)):
             raise ConfigError("a trainer already has tx, loss_fn, wrt, weight and compute_dtype", hint="leave them out")
-        model, tx, loss_fn, wrt, weight, compute_dtype = (arguments[name] for name in ("model", *_OF_TRAINER))
+        model, budget = arguments["model"], model.budget_bytes if budget is None else budget
+        tx, loss_fn, wrt, weight, compute_dtype = (arguments[name] for name in _OF_TRAINER)
     trainable, given_tx = "**" if wrt is None else wrt, cast(optax.GradientTransformation, tx)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ConfigError(f"tx must be an Optax optimizer, not {shown(tx)}", hint="optax.adamw(1e-4)")
@@ -137,7 +138,8 @@ def plan(
             allows_exposed_copies="exposed_copies" in formats,
         )
 
-    return search_formats(problem, get_args(Allowed), allow, on_compile=on_compile)
+    words = [word for word in get_args(Allowed) if has_host or word != "exposed_copies"]
+    return search_formats(problem, words, allow, on_compile=on_compile)
 
 
 def plan_again(
@@ -233,8 +235,10 @@ def _loss_of(model: Tree, loss_fn: LossFn | LayerStack | None) -> LossFn:
     if isinstance(loss_fn, LayerStack):
         stack = loss_fn
         return lambda params, batch: stack.apply(params["outer"], params["layers"], batch)
-    if loss_fn is not None:
+    if callable(loss_fn):
         return loss_fn
+    if loss_fn is not None:
+        raise ConfigError(f"loss_fn must be a function loss_fn(model, batch), not {shown(loss_fn)}")
     if not isinstance(getattr(model, "stack", None), LayerStack):
         problem = f"a {type(model).__name__} has no LayerStack in an attribute named stack"
         raise ConfigError(problem, hint="pass loss_fn, a function of the model and a batch, or a LayerStack")

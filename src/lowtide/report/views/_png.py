@@ -100,8 +100,7 @@ def frontier_png(
         figure, grid = _figure(title, "bytes on one device (hollow: estimated), estimated time of a step", num_rows=1)
         axes: Any = figure.add_subplot(grid[0])
         attempts = sorted(attempts, key=lambda item: (item.device_bytes, item.seconds))
-        largest = max(budget, *(item.device_bytes for item in attempts))
-        unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+        unit, name = (2**30, "GiB") if chosen[0] >= 2**30 else (2**20, "MiB")
         steps = [(item.device_bytes / unit, 1e3 * item.seconds) for item in frontier]
         axes.step(*zip(*steps, strict=True), where="post", color=_MUTED, linewidth=1)
         axes.plot([chosen[0] / unit], [1e3 * chosen[1]], "o", color="none", markeredgecolor="#1b1b1b", markersize=19)
@@ -110,8 +109,7 @@ def frontier_png(
         for number, item in enumerate(attempts, start=1):
             point = item.device_bytes / unit, 1e3 * item.seconds
             color = "#12805c" if item.device_bytes <= budget else "#c2410c"
-            fill = color if item.is_compiled else "white"
-            axes.plot(*point, "o", color=color, markerfacecolor=fill, markersize=9)
+            axes.plot(*point, "o", color=color, markerfacecolor=color if item.is_compiled else "white", markersize=9)
             # Neighbours have their numbers on different sides.
             offset = {"xytext": (0, 11 if number % 2 else -20), "textcoords": "offset points", "ha": "center"}
             axes.annotate(str(number), point, fontweight="bold", **offset)
