@@ -159,8 +159,8 @@ class Plan:
         for column in ("choice", "microbatches", "device", "host", "estimated time", ""):
             compiled.add_column(column, justify="left" if column in ("choice", "") else "right")
         for attempt in self.attempts:
-            verdict = "fits" if attempt.device_bytes <= self.budget_bytes else "too large"
-            verdict = verdict if attempt.is_compiled else "estimated"
+            fits = attempt.device_bytes <= self.budget_bytes
+            verdict = "estimated" if not attempt.is_compiled else "fits" if fits else "too large"
             sizes = (format_bytes(number) if number else "" for number in (attempt.device_bytes, attempt.host_bytes))
             row = attempt.label, str(attempt.num_microbatches), *sizes, f"{attempt.seconds:.3g} s", verdict
             compiled.add_row(*row)

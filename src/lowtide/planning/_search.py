@@ -257,11 +257,10 @@ class _Search:
         budget, known = self._problem.budget_bytes, set(self._known)
         limit = math.inf if best is None else self.seconds(best)[1]
         predictions, deviations = self._predict()
-        room = budget * self._problem.target.num_devices  # arguments may be sharded
-        has_room = {item: self._arguments(item).on_device <= room for item in self._problem.placements}
-        is_open = np.array(
-            [has_room[item.placement] and item not in known and self.seconds(item)[1] < limit for item in choices]
-        )
+        most = budget * self._problem.target.num_devices  # arguments may be sharded
+        room = {item: self._arguments(item).on_device <= most for item in self._problem.placements}
+        is_open = [room[item.placement] and item not in known and self.seconds(item)[1] < limit for item in choices]
+        is_open = np.array(is_open)
         excess = (predictions - budget) / deviations
         is_possible = is_open & (excess <= _LIMIT)
         if not (is_possible.any() or (is_open.any() and not known)):

@@ -252,8 +252,8 @@ class Trainer:
     def plan_arguments(self) -> dict[str, Any]:
         """The arguments with which `lowtide.plan` plans this step; raises `ConfigError` if it cannot be planned."""
         if self._plan_arguments is None:
-            expected = "a step on one device, without plan, mutable leaves, a bridge, a pipeline or layerwise updates"
-            raise ConfigError("lt.plan cannot plan this trainer", expected=expected)
+            hint = "use one device, without plan, mutable leaves, a bridge, a pipeline or layerwise updates"
+            raise ConfigError("lt.plan cannot plan this trainer", hint=hint)
         return self._plan_arguments
 
     @property
