@@ -16,7 +16,7 @@ from lowtide import models
 
 ROWS, LENGTH = 8, 256
 TPU_SCALE = 16
-"""With so many times the rows, values of six layers exceed the 128 MiB of VMEM, where XLA keeps smaller ones."""
+"""Factor of the rows for TPUs: values of six layers then exceed the 128 MiB of VMEM, where XLA keeps smaller ones."""
 LORA, ALL = "**/lora_*", "**"
 
 

@@ -259,8 +259,8 @@ class _Search:
         predictions, deviations = self._predict()
         most = budget * self._problem.target.num_devices  # arguments may be sharded
         room = {item: self._arguments(item).on_device <= most for item in self._problem.placements}
-        is_open = [room[item.placement] and item not in known and self.seconds(item)[1] < limit for item in choices]
-        is_open = np.array(is_open)
+        flags = [room[item.placement] and item not in known and self.seconds(item)[1] < limit for item in choices]
+        is_open = np.array(flags)
         excess = (predictions - budget) / deviations
         is_possible = is_open & (excess <= _LIMIT)
         if not (is_possible.any() or (is_open.any() and not known)):

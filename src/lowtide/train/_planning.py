@@ -94,7 +94,7 @@ def plan(
         TargetError: for an unknown target, or one whose compiler is not installed.
 
     Memory:
-        The host holds one compilation at a time, at most 31 in each search. Each word of `allow` may add a
+        The host holds one compilation at a time. A search compiles at most 31 choices. Each word of `allow` may add a
         search. Nothing is allocated on the target.
     """
     if (arguments := getattr(model, "plan_arguments", None)) is not None:
@@ -157,7 +157,7 @@ def plan_again(
     """Plan the step of a trainer that exists: only what layers keep, layer inputs and microbatches are chosen.
 
     `model` and `tx` are as the trainer uses them, already placed. `numbers` are the numbers of microbatches, and
-    `options` are others of `step_job`. The result is None for a loss that runs no stack.
+    `options` are further arguments of `step_job`. A loss that runs no stack gets None.
 
     Raises:
         OutOfMemoryError: when no choice fits.

@@ -106,6 +106,7 @@ def frontier_png(
         axes.plot([chosen[0] / unit], [1e3 * chosen[1]], "o", color="none", markeredgecolor="#1b1b1b", markersize=19)
         listing: Any = figure.add_subplot(grid[1])
         listing.axis("off")
+        height = min(0.055, 1 / len(attempts))
         for number, item in enumerate(attempts, start=1):
             point = item.device_bytes / unit, 1e3 * item.seconds
             color = "#12805c" if item.device_bytes <= budget else "#c2410c"
@@ -116,7 +117,7 @@ def frontier_png(
             parts = f"{point[0]:.2f} {name}", f"{point[1]:.4g} ms", f"microbatches: {item.num_microbatches}"
             text = f"{number}  {', '.join(parts)}, {shorten(item.label, 58)}"
             weight = "bold" if (item.device_bytes, item.seconds) == chosen else "normal"
-            listing.text(-0.45, 1 - 0.055 * number, text, fontsize=10, color=color, fontweight=weight)
+            listing.text(-0.45, 1 - number * height, text, fontsize=10, color=color, fontweight=weight)
         axes.axvline(budget / unit, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
         axes.margins(0.1)
         axes.set_xlabel(f"{name} on the device; the dashed line is the budget of {format_bytes(budget)}", color=_MUTED)
