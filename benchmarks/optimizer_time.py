@@ -4,9 +4,8 @@
 
 1.07 B parameters in four leaves. Parameters and state are donated; gradients are arguments. ``float32`` and the formats
 of `lowtide.optim.low_precision` have float32 parameters and gradients; ``split`` is 8 bits with both in bfloat16.
-``host-…`` keeps the state in host memory (`lowtide.offload.optimizer`). ``…-two-passes`` is XLA's program of an update;
-on a GPU, 8 bits otherwise use a kernel that reads everything once. Each row has the seconds of an update, the predicted
-bytes, the allocator's peak, and the distance of sampled parameters from float32's after three updates.
+``host-…`` keeps the state in host memory (`lowtide.offload.optimizer`). Each row has the seconds of an update, the
+predicted bytes, the allocator's peak, and the distance of sampled parameters from float32's after three updates.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +23,10 @@ from _gpu import main, peak_bytes, timed
 
 import lowtide as lt
 from lowtide.core._compat import called
-from lowtide.optim import _low_precision
 
 Tree = Any
 PART = "optimizer"
 FORMATS = ("8bit", "split", "4bit", "companded", "bfloat16", "host-8bit", "host-float32")
-XLAS = "-two-passes"
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".93", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "64"}
 
 
@@ -47,15 +42,14 @@ def optimizer(form: str, is_on_host: bool) -> optax.GradientTransformation:
 
 def run(name: str, rehearsal: bool) -> dict[str, Any]:
     """Compile, update, compare and time one case."""
-    form = name.removeprefix("host-").removesuffix(XLAS)
+    form = name.removeprefix("host-")
     shape = (2, 256, 512) if rehearsal else (8, 4096, 8192)
     row: dict[str, Any] = {
         "format": form,
         "on_host": name.startswith("host-"),
         "num_parameters": 4 * shape[0] * shape[1] * shape[2],
     }
-    kernels = mock.patch.object(_low_precision, "has_triton", lambda: False) if name.endswith(XLAS) else nullcontext()
-    with memory_may_run_out(row), kernels:
+    with memory_may_run_out(row):
         measure(row, f"{name}{'-toy' * rehearsal}", shape, rehearsal)
     return {**row, "peak_bytes": peak_bytes(), "host_peak_bytes": host_peak_bytes()}
 
@@ -99,8 +93,7 @@ def measure(row: dict[str, Any], name: str, shape: tuple[int, ...], rehearsal: b
 
 
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
-    name: functools.partial(run, name)
-    for name in ("float32", *(f"{form}{XLAS}" for form in ("8bit", "split", "companded")), *FORMATS)
+    name: functools.partial(run, name) for name in ("float32", *FORMATS)
 }
 
 if __name__ == "__main__":

@@ -156,7 +156,6 @@ def test_a_step_of_a_decoder_has_seven_bytes_a_parameter_on_a_gpu() -> None:
 
     batch = dict.fromkeys(("tokens", "labels"), jax.ShapeDtypeStruct((1, 128), jnp.int32))
     program = compile(step, model, jax.eval_shape(tx.init, model), batch, target="h100", donate_argnums=(0, 1))
-    assert program.compiled.as_text().count("xla.gpu.triton") >= 9
     assert program.report().device_bytes / size <= 7.1
 
 

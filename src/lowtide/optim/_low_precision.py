@@ -56,7 +56,6 @@ from ..offload import (
     without_explicit_axes,
 )
 from ._formats import FORMATS
-from ._one_pass import has_triton, in_one_pass
 from ._packed import BFLOAT16, PackedArray, is_packed, refuse_derivatives, scales_of
 from ._selection import check_bits, moments, optimizer_paths, parse_patterns
 from ._weights import convert_residuals, init_residuals, is_narrow, narrow_updates, require_bfloat16, widen
@@ -432,31 +431,17 @@ class _LowPrecision:
             return *self.tx.update(grads, dense, params, **extra), params
 
         inputs, scales = (updates, state, params), list[Any]()
-        # Inside a shard_map with check_vma, a kernel would have to declare the axes over which its results vary.
-        is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(inputs) if is_array_like(leaf))
-        if has_triton() and not is_varying and not is_taken_apart():
-            is_on_mesh = num_devices(inputs) > 1
-            shardings = self._argument_shardings(*inputs, {}) if is_on_mesh else None
-            residuals = None if self.weights is None else state.residuals
-            update, key = functools.partial(self.tx.update, **extra), functools.partial(self._key, state.step + 1)
-            results = (
-                in_one_pass(update, updates, state.inner, params, residuals, key, shardings)
-                if shardings is not None or not is_on_mesh
-                else None
-            )
-            if results is not None:
-                updates, inner, residuals = results
-                return updates, LowPrecisionState(state.step + 1, inner, () if residuals is None else residuals)
         if traced_device().platform == "gpu" and not is_taken_apart():
             # The first pass computes the scales alone, and the second repeats the update. Each pass is one fused
             # kernel, and no float32 state is stored between them. The barriers keep XLA from merging the two
-            # computations.
-            _, new_state, _ = run(jax.lax.optimization_barrier(inputs))
+            # computations. Each array has its own barrier, so XLA may update a leaf as soon as its gradient is known:
+            # with one barrier for all, a step of Llama 1B's shapes needed 7.46 bytes per parameter instead of 6.80.
+            _, new_state, _ = run(jax.tree.map(jax.lax.optimization_barrier, inputs))
             scales = [
                 scales_of(new, old.format) if is_packed(old) and old.scales is not None else None
                 for old, new in _pair_leaves(state.inner, new_state)
             ]
-            scales, inputs = jax.lax.optimization_barrier((scales, inputs))
+            scales = jax.tree.map(jax.lax.optimization_barrier, scales)
         updates, new_state, wide_params = run(inputs)
         old_state, step = inputs[1], state.step + 1
         packed = self._pack_state(new_state, old_state.inner, step, scales)
