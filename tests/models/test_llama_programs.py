@@ -11,7 +11,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import ConfigError
 from lowtide.models import RopeScaling, generate, init, loss
-from lowtide.ops import _cudnn, attention_implementation
+from lowtide.ops import _dispatch, attention_implementation
 from tests.models.tiny_llama import CONFIG, KEY, LOGITS, LOSS, make_batch, make_model
 
 
@@ -90,19 +90,19 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
         lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), jax.random.key(0)
     )
     cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(_cudnn, "has_cudnn", lambda: True)
+    monkeypatch.setattr(_dispatch, "cudnn_version", lambda: 91400)
 
     def chosen(dtype, capability, head_dim=8):
         gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
         monkeypatch.setattr(jax, "devices", lambda platform=None: [gpu])
-        return attention_implementation(jnp.dtype(dtype), head_dim)
+        return attention_implementation(jnp.dtype(dtype), head_dim).implementation
 
     assert chosen("bfloat16", "9.0") == chosen("float16", "8.0") == "cudnn"
     assert chosen("float32", "9.0") == chosen("bfloat16", "9.0", 12) == "blocks"
     assert chosen("bfloat16", "7.5") == chosen("bfloat16", "gfx942") == "blocks"
     with jax.default_device(cpu):
         assert chosen("bfloat16", "9.0") == "blocks"
-    monkeypatch.setattr(_cudnn, "has_cudnn", lambda: False)
+    monkeypatch.setattr(_dispatch, "cudnn_version", lambda: 0)
     assert chosen("bfloat16", "9.0") == "blocks"
     report = lt.memory.analyze(lambda m, b: loss(m, b)[0], model, make_batch(), target="v5e:2x2")
     assert report.target.platform == "tpu"

@@ -193,10 +193,12 @@ def test_a_row_of_kernels_is_checked_selected_and_called(monkeypatch: pytest.Mon
         calls.append(is_required)
         return q
 
-    def unsupported_reason(q: Any, *_: Any) -> str:
-        return "" if q.dtype == jnp.float32 else f"{q.dtype}"
+    def unsupported_reason(case: Any) -> str:
+        return "" if case.dtype == "float32" else case.dtype
 
-    kernel = _attention.AttentionKernel("a kernel", "float32", unsupported_reason, lambda q, *_: q.shape[1] > 2, attend)
+    kernel = _attention.AttentionKernel(
+        "a kernel", "float32", "cpu", unsupported_reason, lambda case: case.num_queries > 2, lambda _: "", attend
+    )
     monkeypatch.setattr(_attention, "KERNELS", {"cudnn": kernel})
     for options in ({}, {"implementation": "cudnn"}):
         attention(*3 * [ones(1, 4, 2, 8)], **options)

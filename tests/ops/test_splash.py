@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +22,7 @@ from lowtide.core._compat import tpu_topology_devices
 from lowtide.jaxprs import Kind, equations, jaxpr_flops, kind_of
 from lowtide.models import DecoderConfig, init, loss
 from lowtide.ops import AttentionMask, _splash
-from lowtide.ops._options import ScoreOptions
+from lowtide.ops._dispatch import AttentionCase
 from tests.ops.all_scores import SINKS, drawn, loss_of, of_all_scores
 
 LENGTH = 256
@@ -227,13 +227,15 @@ def test_one_that_is_asked_for_by_name_is_there_or_refused() -> None:
         named(*(jnp.ones((1, 128, 2, 64)) for _ in range(3)))
 
 
-def test_what_only_models_say_is_left_to_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_splash, "traced_device", lambda: types.SimpleNamespace(platform="tpu"))
-    q, plain = jnp.ones((1, 1024, 2, 64)), ScoreOptions(1.0)
-    assert _splash.unsupported_reason(q, q, AttentionMask(window=100), plain) == ""
-    assert "differs between layers" in _splash.unsupported_reason(q, q, AttentionMask(window=jnp.int32(9)), plain)
-    assert "start after" in _splash.unsupported_reason(q, q, AttentionMask(start=jnp.int32(0)), plain)
-    assert "without causal" in _splash.unsupported_reason(q, q, AttentionMask(window=9, causal=False), plain)
+def test_the_kernel_names_the_part_of_a_mask_that_it_lacks() -> None:
+    def reason(**facts: Any) -> str:
+        case = AttentionCase(platform="tpu", head_dim=64, num_queries=1024, num_keys=1024)
+        return _splash.unsupported_reason(dataclasses.replace(case, **facts))
+
+    assert reason(window=100) == ""
+    assert "differs between layers" in reason(has_traced_window=True)
+    assert "start after" in reason(starts_at_first_key=False)
+    assert "without causal" in reason(window=9, causal=False)
 
 
 @pytest.fixture

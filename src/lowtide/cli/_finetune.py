@@ -358,11 +358,14 @@ def _attention(base: Any, config: Any) -> str:
     # If the layers have different windows, the step traces the window.
     windows = jnp.int32(1) if isinstance(model_config.windows, tuple) else model_config.windows
     options: dict[str, Any] = {"soft_cap": model_config.attention_soft_cap, "has_sinks": model_config.attention_sinks}
-    options["mask"] = AttentionMask(window=windows, segment_ids=ids if config.is_packed else None)
-    implementation = attention_implementation(
-        base.compute_dtype, model_config.head_dim, num_tokens=config.seq_len, **options
+    options["mask"] = AttentionMask(
+        window=windows, windows=model_config.window_sizes, segment_ids=ids if config.is_packed else None
     )
-    return IMPLEMENTATIONS[base.attention or implementation]
+    options["is_grouped"] = model_config.num_heads != model_config.num_kv_heads
+    choice = attention_implementation(base.compute_dtype, model_config.head_dim, num_tokens=config.seq_len, **options)
+    if base.attention is not None:
+        return IMPLEMENTATIONS[base.attention]
+    return f"{IMPLEMENTATIONS[choice.implementation]}{f' ({choice.reason})' if choice.reason else ''}"
 
 
 def _pipeline_lines(stages: Any) -> dict[str, str]:

@@ -14,13 +14,13 @@ Each use was checked on the JAX versions of the columns. If versions differ, a c
 | `jax.experimental.topologies.get_topology_desc` | yes | yes | yes | a stable module for ahead-of-time topologies |
 | `jax.experimental.layout.with_layout_constraint` | yes | yes | yes | a stable module for layouts |
 | `jax._src.lib.cuda_versions.cudnn_get_version` | yes | yes | yes | a public query for cuDNN |
+| `jax._src.cudnn.fused_attention_stablehlo` | yes | yes | yes | documents in `jax.nn.dot_product_attention` |
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies that do not need cuDNN |
 | `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
 | `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public query for traced branches |
 | `jax.interpreters.ad`, `.batching`, `.mlir` | yes | yes | yes | a public way to define primitives |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies that do not need cuDNN |
 | `jax.experimental.pallas.ops.tpu.splash_attention`, `_splash_*` | yes | yes | yes | a kernel with log-sum-exps |
-| `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | Mosaic GPU kernels |
 | `module_context.axis_context` of a lowering | yes | yes | yes | a public way to lower by the number of devices |
 """
 
@@ -35,7 +35,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,17 +194,19 @@ def bilinear(
     return primitive
 
 
-def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: Any, needed: str = "") -> Any:
-    """Compute with `alone` in a program for one TPU, and with `among` in all other programs.
+def on_one_device(
+    alone: Callable[..., Any], among: Callable[..., Any], *args: Any, platform: str = "tpu", needed: str = ""
+) -> Any:
+    """Compute with `alone` in a program for one device of a platform, and with `among` in all other programs.
 
-    On TPUs, `alone` is also used inside of a `jax.shard_map` over all axes. XLA does not partition Mosaic kernels, and
-    a program's number of devices is known only when it is lowered. So this function binds a primitive, whose lowering
-    selects one of two jaxprs. Derivatives are those of `among`. If `needed` is not empty, the lowering raises a
-    `ConfigError` with this message instead of selecting `among`.
+    `alone` is also used inside of a `jax.shard_map` over all axes. XLA does not partition kernels, and a program's
+    number of devices is known only when it is lowered. So this function binds a primitive, whose lowering selects one
+    of two jaxprs. Derivatives are those of `among`. If `needed` is not empty, the lowering raises a `ConfigError` with
+    this message instead of selecting `among`.
     """
     leaves, tree = jax.tree.flatten(args)
     jaxprs = [jax.make_jaxpr(lambda *flat, fn=fn: fn(*tree.unflatten(flat)))(*leaves) for fn in (alone, among)]
-    results = _on_one_device().bind(*leaves, alone=jaxprs[0], among=jaxprs[1], needed=needed)
+    results = _on_one_device().bind(*leaves, alone=jaxprs[0], among=jaxprs[1], platform=platform, needed=needed)
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(among, *args)), results)
 
 
@@ -213,10 +215,10 @@ def _on_one_device() -> Any:
     primitive: Any = Primitive("on_one_device")
     primitive.multiple_results = True
     primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(primitive.bind, **params))(*args))
-    primitive.def_abstract_eval(lambda *_, alone, among, needed: list(among.out_avals))
+    primitive.def_abstract_eval(lambda *_, among, **__: list(among.out_avals))
 
-    def lowered(ctx: Any, *values: Any, alone: Any, among: Any, needed: str, is_tpu: bool) -> Any:
-        is_alone = is_tpu and _is_for_one_device(ctx.module_context.axis_context)
+    def lowered(ctx: Any, *values: Any, alone: Any, among: Any, platform: str, needed: str, target: str) -> Any:
+        is_alone = target == platform and _is_for_one_device(ctx.module_context.axis_context)
         if needed and not is_alone:
             raise ConfigError(needed, hint="leave it out to use what the target supports")
         return mlir.lower_fun(jaxpr_as_fun(alone if is_alone else among))(ctx, *values)
@@ -231,13 +233,14 @@ def _on_one_device() -> Any:
 
         return jax.jvp(fn, [primals[index] for index in positions], [tangents[index] for index in positions])
 
-    def mapped(values: Any, axes: Any, *, alone: Any, among: Any, needed: str) -> Any:
+    def mapped(values: Any, axes: Any, *, alone: Any, among: Any, **params: Any) -> Any:
         jaxprs = [jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), axes))(*values) for jaxpr in (alone, among)]
-        results = primitive.bind(*values, alone=jaxprs[0], among=jaxprs[1], needed=needed)
+        results = primitive.bind(*values, alone=jaxprs[0], among=jaxprs[1], **params)
         return results, [0] * len(results)
 
-    mlir.register_lowering(primitive, functools.partial(lowered, is_tpu=False))
-    mlir.register_lowering(primitive, functools.partial(lowered, is_tpu=True), platform="tpu")
+    mlir.register_lowering(primitive, functools.partial(lowered, target=""))
+    for target in ("tpu", "cuda"):
+        mlir.register_lowering(primitive, functools.partial(lowered, target=target), platform=target)
     ad.primitive_jvps[primitive] = derivative
     batching.primitive_batchers[primitive] = mapped
     return primitive
@@ -402,14 +405,99 @@ def _splash_tables(
 
 
 @functools.cache
-def has_cudnn() -> bool:
-    """Return whether JAX can use cuDNN in this process; compiling cuDNN kernels needs it even without a GPU."""
+def cudnn_version() -> int:
+    """Return the version of cuDNN that JAX can use in this process, such as 91300 for 9.13; 0 if there is none.
+
+    Compiling cuDNN's kernels needs cuDNN even without a GPU.
+    """
     try:
         from jax._src.lib import cuda_versions
 
-        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
+        return 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
     except (ImportError, RuntimeError, AttributeError):
-        return False
+        return 0
+
+
+class CudnnOptions(NamedTuple):
+    """Settings of cuDNN's attention that are known when the program is traced."""
+
+    scale: float
+    causal: bool
+    window: int | None = None
+    """Number of keys that a causal query sees, its own included."""
+    soft_cap: float | None = None
+    """Needs JAX 0.12."""
+
+
+def cudnn_attention(
+    options: CudnnOptions, q: Any, k: Any, v: Any, mask: Any = None, documents: Any = None
+) -> tuple[Any, Any]:
+    """Return cuDNN's attention [B, T, N, H], and the log-sum-exp of each query's scores in float32.
+
+    `mask` [B or 1, 1, T, S] is true where a query sees a key; with it, causality and window are not applied.
+    `documents` holds the starts and lengths of each row's documents, both int32 [B, M]. The log-sum-exps have the shape
+    [B, N, T], or [B * M, N, T] with documents. JAX's public function has neither documents nor log-sum-exps that a
+    custom backward pass can change.
+    """
+    operands, params = _cudnn_operands(options, q, mask, documents)
+    primitive = _cudnn_module()._dot_product_attention_fwd_p_wrapper
+    return tuple(primitive.bind(q, k, v, *operands, is_training=True, **params))
+
+
+def cudnn_gradients(
+    options: CudnnOptions,
+    arrays: tuple[Any, Any, Any],
+    results: tuple[Any, Any],
+    dout: Any,
+    mask: Any = None,
+    documents: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of queries, keys and values; `results` has the types that `cudnn_attention` returns."""
+    operands, params = _cudnn_operands(options, arrays[0], mask, documents)
+    primitive = _cudnn_module()._dot_product_attention_bwd_p_wrapper
+    out, lse = results
+    return tuple(primitive.bind(*arrays, *operands, lse, out, dout, **params))[:3]
+
+
+def _cudnn_module() -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+def _cudnn_operands(options: CudnnOptions, q: Any, mask: Any, documents: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return the operands after queries, keys and values, and the parameters that both passes share."""
+    module = _cudnn_module()
+    bias = lengths = starts = unused = jnp.zeros(0, q.dtype)
+    mask_type = module.MaskType.CAUSAL if options.causal and mask is None else module.MaskType.NO_MASK
+    if mask is not None:
+        bias = jnp.where(mask, jnp.zeros((), q.dtype), module.get_large_negative_number(q.dtype))
+    if documents is not None:
+        starts, lengths = documents
+        starts = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)  # JAX expects one more column, which it fills
+        mask_type = module.MaskType.PADDING_CAUSAL if options.causal else module.MaskType.PADDING
+    params: dict[str, Any] = {
+        "scale": options.scale,
+        "seed": 42,  # of dropout, which is not used
+        "dropout_rate": 0.0,
+        "variadic_args": (mask is not None, False),  # whether there are a bias and its gradient
+        "mask_type": mask_type,
+        "layout": module.AttentionLayout.BTNH.value,
+        "sliding_window_length": options.window if mask is None else None,
+    }
+    if "score_mod" in inspect.signature(module.dot_product_attention).parameters:  # JAX 0.12
+        params["score_mod"] = None if options.soft_cap is None else _soft_cap(options.soft_cap)
+    return [bias, lengths, lengths, starts, starts, unused, unused], params
+
+
+@functools.cache
+def _soft_cap(limit: float) -> Callable[[Any], Any]:
+    """Return one function for each limit, because JAX caches compiled programs by function."""
+
+    def soft_cap(scores: Any) -> Any:
+        return limit * jnp.tanh(scores / limit)
+
+    return soft_cap
 
 
 class _Patch:
@@ -465,32 +553,6 @@ def inside_branch() -> bool:
 
 
 _TRANSFORMATIONS = {"BatchTracer": "jax.vmap", "JVPTracer": "differentiation", "LinearizeTracer": "differentiation"}
-
-
-def has_pallas_triton() -> bool:
-    """Return whether this JAX has Pallas' Triton backend."""
-    with contextlib.suppress(ModuleNotFoundError):  # find_spec imports the parent packages, which JAX may remove, too
-        return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-    return False
-
-
-def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: Any, interpret: bool) -> Any:
-    """Build a function that calls a Triton kernel on blocks of rows of its arguments.
-
-    `kernel` gets references to one block of each argument, then of each result. `shapes` holds two lists of shapes and
-    dtypes: of the arguments, and of the results. The shapes are [number of rows, numbers per row], or [] for scalars.
-    `rows` is the number of rows of a block, and must divide the number of rows. A block of 2,048 numbers gives each of
-    the 128 threads 16 numbers. `aliases` maps the index of an argument to the index of the result that overwrites it.
-    """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
-    def block_spec(aval: Any) -> Any:
-        return pl.BlockSpec((rows, aval.shape[1]), lambda i: (i, 0)) if aval.shape else pl.BlockSpec((), lambda i: ())
-
-    specs: Any = {"in_specs": [*map(block_spec, shapes[0])], "out_specs": [*map(block_spec, shapes[1])]}
-    options: Any = {"grid": (shapes[1][0].shape[0] // rows,), "compiler_params": triton.CompilerParams(num_warps=4)}
-    return pl.pallas_call(kernel, shapes[1], input_output_aliases=aliases, interpret=interpret, **specs, **options)
 
 
 def transformation(values: Iterable[Any]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ..core import TargetError, format_bytes, leaves_with_paths
-from ..core._compat import has_cudnn
+from ..core._compat import cudnn_version
 from ..hlo import (
     DEVICE_COLOR,
     HOST_COLOR,
@@ -253,7 +253,7 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
     figures = dataclasses.replace(figures, leaves=_with_names(figures.leaves, program.argument_names))
     owners = None
     notes = (_HOST_NOTES[target.platform],) if placement.leaves or placement.outputs else ()
-    if target.platform == "gpu" and target.is_ahead_of_time and not has_cudnn():
+    if target.platform == "gpu" and target.is_ahead_of_time and not cudnn_version():
         notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with cuDNN may use other kernels")
     if hlo is not None:
         # JAX cannot compute `out_info` for programs with ordered effects, so use `out_tree`.

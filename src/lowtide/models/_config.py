@@ -19,6 +19,10 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """Names of the `RopeScaling` fields that a type uses, by type; factor and pretraining length are not listed."""
 
+NO_WINDOW = 2**30
+"""Value of the integer leaf ``layers/attn/window`` for a layer without a window. Only models with windows in some of
+their layers have this leaf; no file contains it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -219,6 +223,12 @@ class DecoderConfig:
         if not any(self.sliding_layers):
             return None
         return tuple(self.sliding_window if is_sliding else None for is_sliding in self.sliding_layers)
+
+    @property
+    def window_sizes(self) -> tuple[int, ...] | None:
+        """Values of the leaf ``layers/attn/window``; None for models without this leaf."""
+        windows = self.windows
+        return tuple(sorted({window or NO_WINDOW for window in windows})) if isinstance(windows, tuple) else None
 
     def _check_rope(self) -> None:
         scaling = self.rope_scaling

@@ -39,15 +39,11 @@ from ..core import (
 )
 from ..losses import chunked_cross_entropy
 from ..ops import AttentionMask, Implementation, attention, tiled_map
-from ._config import DecoderConfig
+from ._config import NO_WINDOW, DecoderConfig
 from ._experts import balance_loss, mixture
 from ._rope import document_lengths, rotary, rotate
 from .families import family_of
 from .families._registry import IMAGE_MODULES, PREFIXES
-
-NO_WINDOW = 2**30
-"""Value of the integer leaf ``layers/attn/window`` for a layer without a window. Only models with windows in some of
-their layers have this leaf; no file contains it."""
 
 _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
     *(f"{INTERNAL_PREFIX}{name}" for name in "q_proj k_proj lora_low lora_scaled".split()), *LAYER_NAMES
@@ -481,7 +477,8 @@ def layer_forward(
     returns the keys and values to attend to, [B, S, K, H], such as a cache that includes the new entries.
     """
     attn = layer["attn"]
-    mask = dataclasses.replace(mask, window=attn["window"] if isinstance(config.windows, tuple) else config.windows)
+    window = attn["window"] if isinstance(config.windows, tuple) else config.windows
+    mask = dataclasses.replace(mask, window=window, windows=config.window_sizes)
     # Attention itself is not tiled. Each of the two tiled parts gets only the parameters that it reads.
     project_params = {name: part for name, part in layer.items() if name in ("attn", "attn_norm")}
     finish_params = {name: part for name, part in layer.items() if name not in ("attn", "attn_norm")}

@@ -1,6 +1,6 @@
 """Attention with an implementation selected for the device that the program is traced for.
 
-- `_cudnn`: cuDNN's fused kernel, on GPUs in half precision, with neither a soft cap nor sinks.
+- `_cudnn`: cuDNN's fused kernel, on GPUs in half precision.
 - `_splash`: JAX's splash attention kernel, on TPUs, for 1,024 tokens and more.
 - `attend_with_scores`: XLA operations on all scores at once, for fewer than 64 queries. Supports all derivatives.
 - `_blocks`: XLA operations on one block of scores at a time, in all other cases.
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from ..core import (
@@ -35,10 +36,10 @@ from ..core import (
 )
 from . import _cudnn, _splash
 from ._blocks import attend_in_blocks, wide_dtype
-from ._implementations import Implementation
+from ._dispatch import AttentionCase, AttentionChoice, AttentionKernel, case_of
+from ._implementations import IMPLEMENTATIONS, Implementation
 from ._options import (
     CAUSAL,
-    AttentionKernel,
     AttentionMask,
     ScoreOptions,
     check_arrays,
@@ -93,8 +94,10 @@ def attention(
             derivatives (`jax.jvp`, `jax.linearize`, `jax.hessian`). None selects the first entry of this list that
             supports the arguments:
 
-            - On a GPU ``"cudnn"``. Exception: rows of at least 16,384 tokens whose mask has segments, or a traced
-              window or start, because cuDNN would need a mask array.
+            - On a GPU ``"cudnn"``. Exception: rows of at least 16,384 tokens for which cuDNN would need a mask array.
+              It needs one for segments before compute capability 9.0 or, with grouped heads, before JAX 0.11.1, and
+              for a start that is traced or not 0, a traced window without `AttentionMask.windows`, a window without
+              causality, and separate segments of queries and keys.
             - On a TPU ``"splash"``, for at least 1,024 queries and keys.
             - ``"xla"`` for fewer than 64 queries, else ``"blocks"``.
 
@@ -114,8 +117,9 @@ def attention(
             a query sees no key.
 
     Memory:
-        cuDNN: log-sum-exps [B, N, T] from the forward pass, and for some masks an array [B or 1, 1, T, S]. These masks
-            have segments, a traced window, a start that is traced or not 0, or a window without causality.
+        cuDNN: the residuals and names of blocks. With segments, one float32 array [B M, N, T] in each pass, where M
+            documents a row are T / 256, at least 8 and at most 128. Rows with more documents, and documents that are
+            not contiguous, are computed in blocks. With a mask array, [B or 1, 1, T, S] in half precision.
         Blocks: the float32 scores of one block. They take at most 64 MiB on a device (8 MiB on a CPU), unless the
             smallest block, 128 x 128, needs more. Residuals are `q`, `k`, `v`, the output and the log-sum-exps
             [B, N, T]. The checkpoint names of output and log-sum-exps are ``attn_out`` and ``attn_lse``. The backward
@@ -153,7 +157,12 @@ def attention(
     _check_implementation(implementation, q, k, mask, scores)
     if not q.shape[0]:
         return q
-    return _attend_over_context(implementation, q, k, v, mask, scores)
+    shape, length = q.shape, equal_document_length(mask, q.shape[1], k.shape[1])
+    if length is not None and num_shards_along(CONTEXT) == 1:
+        # Documents of one length are rows of a larger batch, without segments.
+        q, k, v = (x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v))
+        mask = dataclasses.replace(mask, segment_ids=None)
+    return _attend_over_context(implementation, q, k, v, mask, scores).reshape(shape)
 
 
 def _check_implementation(
@@ -164,7 +173,7 @@ def _check_implementation(
     hint = "leave it out to use the best one for the target"
     check_choice("attention: implementation", implementation, typing.get_args(Implementation), hint=hint)
     kernel = KERNELS.get(implementation)
-    if kernel is not None and (reason := kernel.unsupported_reason(q, k, mask, scores)):
+    if kernel is not None and (reason := kernel.unsupported_reason(case_of(q, k, mask, scores))):
         problem = f"attention: {kernel.description} cannot compute this"
         hint = 'leave implementation out, or pass "blocks"'
         raise ConfigError(problem, expected=kernel.requirements, got=reason, hint=hint)
@@ -182,10 +191,28 @@ def _broadcast_segments(rows: int, segments: tuple[Array, Array] | None) -> tupl
     return (queries, queries) if segments[0] is segments[1] else (queries, keys)
 
 
+def equal_document_length(mask: AttentionMask, num_queries: int, num_keys: int) -> int | None:
+    """Return the length of the documents if all have one length, and the segments are known; None otherwise.
+
+    Segments are known when the program is traced if they are an array outside of it, such as a constant.
+    """
+    segments = mask.segments
+    is_known = segments is not None and segments[0] is segments[1] and not isinstance(segments[0], Tracer)
+    if segments is None or not is_known or num_queries != num_keys or not mask.first_query_is_first_key:
+        return None
+    ids_BT = np.asarray(segments[0])
+    length = int(np.argmax(np.append(ids_BT[0] != ids_BT[0, 0], True)))  # of the first document
+    if num_queries % length or length == num_queries:
+        return None
+    ids_BML = ids_BT.reshape(ids_BT.shape[0], -1, length)
+    is_equal = bool(np.all(ids_BML == ids_BML[:, :, :1]))
+    return length if is_equal and all(len(set(row)) == len(row) for row in ids_BML[:, :, 0].tolist()) else None
+
+
 def _dispatch(
     implementation: Implementation | None, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions
 ) -> Array:
-    name = implementation or _select_implementation(q, k, mask, scores)
+    name = implementation or choose(case_of(q, k, mask, scores)).implementation
     if name in KERNELS:
         return KERNELS[name].attend(q, k, v, mask, scores, is_required=implementation is not None)
     attend = attend_in_blocks if name == "blocks" else attend_with_scores
@@ -200,8 +227,9 @@ def attention_implementation(
     has_sinks: bool = False,
     num_tokens: int | None = None,
     mask: AttentionMask = CAUSAL,
-) -> Implementation:
-    """Return the implementation that `attention` selects on the device that a program is traced for.
+    is_grouped: bool = False,
+) -> AttentionChoice:
+    """Return the implementation that `attention` selects on the device that a program is traced for, and the reason.
 
     Args:
         dtype: dtype of the queries.
@@ -210,30 +238,38 @@ def attention_implementation(
         has_sinks: whether there are sinks.
         num_tokens: number of queries and of keys; None means 1,024, the minimum of the kernel for TPUs.
         mask: as in `attention`.
+        is_grouped: whether several query heads share a key/value head.
 
     Returns:
-        Name of the implementation. In a program for several TPUs, blocks replace ``"splash"`` if no mesh is known.
+        Name of the implementation, and how its kernel applies the mask or why no kernel is used. In a program for
+        several TPUs, blocks replace ``"splash"`` if no mesh is known.
 
     Raises:
         ConfigError: for a mask that is not an `AttentionMask`.
 
     Examples:
-        >>> attention_implementation(jnp.float32, 64)
+        >>> attention_implementation(jnp.float32, 64).implementation
         'blocks'
     """
     check_mask_type(mask)
     mask = dataclasses.replace(mask, window=_to_python_int(mask.window), start=_to_python_int(mask.start))
     scores = ScoreOptions(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
-    x: Any = jax.ShapeDtypeStruct((1, num_tokens or _splash.LEAST_TOKENS, 1, head_dim), dtype)
-    return _select_implementation(x, x, mask, scores)
+    shape = 1, num_tokens or _splash.LEAST_TOKENS, 1 + is_grouped, head_dim
+    q, k = (jax.ShapeDtypeStruct((*shape[:2], heads, head_dim), dtype) for heads in (shape[2], 1))
+    return choose(case_of(q, k, mask, scores))  # pyright: ignore[reportArgumentType]
 
 
-def _select_implementation(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> Implementation:
-    """Return the first preferred kernel that supports the arguments, else ``"xla"`` for few queries or ``"blocks"``."""
+def choose(case: AttentionCase) -> AttentionChoice:
+    """Return the first preferred kernel that supports a case, else ``"xla"`` for few queries or ``"blocks"``."""
+    reason = ""
     for name, kernel in KERNELS.items():
-        if kernel.is_preferred(q, k, mask) and not kernel.unsupported_reason(q, k, mask, scores):
-            return name
-    return "xla" if q.shape[1] < _LEAST_IN_BLOCKS else "blocks"
+        if kernel.platform != case.platform:
+            continue
+        problem = kernel.unsupported_reason(case)
+        if not problem and kernel.is_preferred(case):
+            return AttentionChoice(name, kernel.describe(case))
+        reason = f"{IMPLEMENTATIONS[name]}: {problem or f'slower for {case.num_queries} queries'}"
+    return AttentionChoice("xla" if case.num_queries < _LEAST_IN_BLOCKS else "blocks", reason)
 
 
 # --- all scores at once ----------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +42,9 @@ class AttentionMask:
     window: int | Int[Array, ""] | None = None
     """Number of keys that a causal query sees, its own included; None means no limit. It may be traced, for layers with
     different windows. Without causality a window only excludes keys that are too far before a query."""
+    windows: tuple[int, ...] | None = None
+    """Values that a traced window can have. cuDNN's kernel then needs no mask array. With any other value of the
+    window, attention is correct, but slow."""
     start: int | Int[Array, ""] | None = None
     """Index of the first query among the keys, for a decoder with a cache; may be traced. None means 0; causal
     attention then needs as many queries as keys."""
@@ -57,6 +59,11 @@ class AttentionMask:
         """Document numbers of queries [B, T] and of keys [B, S]; the same array twice if one was passed for both."""
         ids: Any = self.segment_ids
         return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
+
+    @property
+    def first_query_is_first_key(self) -> bool:
+        """Whether the first query has the index of the first key, as is known at trace time."""
+        return isinstance(self.first_query, int) and self.first_query == 0
 
     @property
     def is_static(self) -> bool:
@@ -135,6 +142,12 @@ def check_mask(q: Array, k: Array, mask: Any) -> None:
         "window must be an integer of at least 1, or an integer array without axes",
         mask.window,
         hint="leave window out to use all keys; use jax.vmap over rows whose windows differ",
+    )
+    _require(
+        mask.windows is None or (isinstance(mask.windows, tuple) and all(is_count(size, 1) for size in mask.windows)),
+        "windows must be a tuple of integers of at least 1",
+        mask.windows,
+        hint="list the values that a traced window can have, such as windows=(1024, 2**30)",
     )
     _require(
         mask.start is None or _is_position(mask.start, 0),
@@ -226,16 +239,3 @@ def _describe(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, list | tuple | dict) else repr(value)
-
-
-class AttentionKernel(NamedTuple):
-    """A kernel for one kind of device; `description` and `requirements` are texts for error messages."""
-
-    description: str
-    requirements: str
-    unsupported_reason: Callable[[Array, Array, AttentionMask, ScoreOptions], str]
-    """Returns why the kernel does not support the arguments or the traced program's device; empty if it does."""
-    is_preferred: Callable[[Array, Array, AttentionMask], bool]
-    """Returns whether automatic selection takes the kernel, if it supports the arguments."""
-    attend: Callable[..., Array]
-    """Computes attention from queries, keys, values, mask, options and `is_required` (the user chose the kernel)."""

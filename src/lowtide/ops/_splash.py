@@ -22,21 +22,21 @@ Source: JAX's `jax.experimental.pallas.ops.tpu.splash_attention`, after Dao, "Fl
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import P
 from jaxtyping import Array
 
-from ..core import BATCH_AXES, ConfigError, traced_device, traced_mesh, varying_axes
+from ..core import ConfigError
 from ..core._compat import on_one_device, splash_backward, splash_forward
 from . import _blocks
 from ._blocks import Config, RuntimeMask
-from ._options import AttentionKernel, AttentionMask, ScoreOptions
+from ._dispatch import AttentionCase, AttentionKernel, case_of
+from ._mesh import shard_over_mesh
+from ._options import AttentionMask, ScoreOptions
 
 LEAST_TOKENS = 1024
 """The fewest tokens of a row: for shorter rows the kernel is not worth the seconds of its compilation."""
@@ -64,36 +64,32 @@ class Kernel(NamedTuple):
     """Whether XLA's operations emulate the kernel."""
 
 
-def unsupported_reason(q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions) -> str:
-    """Return why the kernel does not support the arguments or the traced program's device; empty if it does."""
-    device = traced_device()
-    if device.platform != "tpu":
-        return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
-    query_segments, key_segments = mask.segments or (None, None)
-    length, num_keys, dim = q.shape[1], k.shape[1], q.shape[-1]
-    arrays = [array for array in jax.tree.leaves((q, k, mask.segments, scores.sinks)) if isinstance(array, jax.Array)]
+def unsupported_reason(case: AttentionCase) -> str:
+    """Return why the kernel does not support a case; empty if it does."""
+    length, num_keys = case.num_queries, case.num_keys
     reasons = {
-        f"{q.dtype}": q.dtype not in (jnp.bfloat16, jnp.float32),
-        f"heads of {dim}": dim not in _HEADS,
-        f"{length} queries and {num_keys} keys": not _size_of(length, num_keys, mask.window),
-        "a window that differs between layers": isinstance(mask.window, jax.Array),
-        "a window without causal=True": mask.window is not None and not mask.causal,
-        "queries that start after the first key": isinstance(mask.first_query, jax.Array) or mask.first_query != 0,
-        "different segments for keys and queries": query_segments is not key_segments,
-        "values that differ along an axis of a jax.shard_map": any(varying_axes(jax.typeof(array)) for array in arrays),
+        f"a device of kind {case.device}": case.platform != "tpu",
+        case.dtype: case.dtype not in ("bfloat16", "float32"),
+        f"heads of {case.head_dim}": case.head_dim not in _HEADS,
+        f"{length} queries and {num_keys} keys": not _size_of(length, num_keys, case.window),
+        "a window that differs between layers": case.has_traced_window,
+        "a window without causal=True": case.has_window and not case.causal,
+        "queries that start after the first key": not case.starts_at_first_key,
+        "different segments for keys and queries": case.segments == "separate",
+        "values that differ along an axis of a jax.shard_map": case.is_varying,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def is_preferred(q: Array, k: Array, mask: AttentionMask) -> bool:
+def is_preferred(case: AttentionCase) -> bool:
     """Return whether the rows are long enough for the kernel."""
-    return min(q.shape[1], k.shape[1]) >= LEAST_TOKENS
+    return min(case.num_queries, case.num_keys) >= LEAST_TOKENS
 
 
-def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
+def _size_of(length: int, num_keys: int, window: int | None) -> int:
     """Return a block size that divides queries and keys; 0 if no size does, or if it gives too many pairs of blocks."""
     # Large blocks have more masked than visible scores if they are few, or if the window is narrow.
-    is_narrow = isinstance(window, int) and window < _SIZES[0]
+    is_narrow = window is not None and window < _SIZES[0]
     sizes = _SIZES[1:] if is_narrow or min(length, num_keys) < 4 * _SIZES[0] else _SIZES
     size = next((size for size in sizes if not length % size and not num_keys % size), 0)
     return size if size and (length // size) * (num_keys // size) <= _MOST_TABLE else 0
@@ -104,7 +100,7 @@ def attend_with_splash(
 ) -> Array:
     """Compute attention [B, T, N, H] with the kernel, for arguments without an `unsupported_reason`."""
     num_keys = k_BSKH.shape[1]
-    size = _size_of(q_BTNH.shape[1], num_keys, mask.window)
+    size = _size_of(q_BTNH.shape[1], num_keys, case_of(q_BTNH, k_BSKH, mask, scores).window)
     kernel = Kernel(size, num_keys // size <= _MOST_FUSED, is_required)
     return attend_by(kernel, q_BTNH, k_BSKH, v_BSKH, mask, scores)
 
@@ -136,44 +132,7 @@ def _shard_over_mesh(
     kernel_fn, blocks_fn = functools.partial(kernel_pass, static), functools.partial(blocks_pass, config)
     if kernel.interpret:
         return kernel_fn(*args)
-    compute = functools.partial(_kernel_or_blocks, kernel, kernel_fn, blocks_fn)
-    arrays = jax.tree.leaves(args)
-    mesh = traced_mesh()
-    batch, heads = arrays[0].shape[0], math.gcd(arrays[0].shape[2], arrays[1].shape[2])
-    axes = _mesh_axes(mesh, batch, heads)
-    if axes is None:
-        return compute(*args)
-    row_axes, head_axes = axes
-    token_spec = P(row_axes, None, head_axes, None)
-    specs = {1: P(head_axes), 2: P(row_axes, None), 3: P(row_axes, head_axes, None), 4: token_spec}
-    in_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], args)
-    out_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], jax.eval_shape(blocks_fn, *args))
-    names = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
-    # Under `jax.set_mesh` or another `jax.shard_map`, None means the current mesh.
-    mesh_arg = None if not jax.sharding.get_abstract_mesh().empty else mesh
-
-    def local(*args: Any) -> Any:
-        # The gradient of sinks [N] is a sum over rows, which are sharded. All other results have one entry per row.
-        return jax.tree.map(lambda leaf: jax.lax.psum(leaf, row_axes) if leaf.ndim == 1 else leaf, compute(*args))
-
-    sharded: Any = jax.shard_map(
-        local, mesh=mesh_arg, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
-    )
-    return sharded(*args)
-
-
-def _mesh_axes(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the mesh axes that shard rows and heads; None if their sizes do not fit, or if the mesh has other axes."""
-    if mesh is None:
-        return None
-    manual = getattr(mesh, "manual_axes", ())
-    sizes = {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
-    row_axes = tuple(name for name in BATCH_AXES if name in sizes)
-    head_axes = tuple(name for name in ("tensor", "context") if name in sizes)
-    if not sizes or set(sizes) - {*row_axes, *head_axes}:
-        return None
-    num_row_shards, num_head_shards = (math.prod(sizes[name] for name in names) for names in (row_axes, head_axes))
-    return None if batch % num_row_shards or heads % num_head_shards else (row_axes, head_axes)
+    return shard_over_mesh(functools.partial(_kernel_or_blocks, kernel, kernel_fn, blocks_fn), blocks_fn, *args)
 
 
 def _kernel_or_blocks(kernel: Kernel, kernel_fn: Callable[..., Any], blocks_fn: Callable[..., Any], *args: Any) -> Any:
@@ -308,7 +267,9 @@ KERNEL = AttentionKernel(
     "the kernel for TPUs",
     "bfloat16 or float32 on a TPU, heads of 64, 128 or 256, a multiple of 128 tokens, and one array of segments for "
     "queries and keys",
+    "tpu",
     unsupported_reason,
     is_preferred,
+    lambda _: "",
     attend_with_splash,
 )
