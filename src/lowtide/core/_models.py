@@ -20,6 +20,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ._checks import check_integer
+from ._devices import check_host_slices
 from ._errors import ConfigError, StructureError
 from ._files import shown
 from ._paths import Tree, leaves_with_paths
@@ -555,22 +556,42 @@ def _build_scan(pure: Callable[..., Leaves], length: int, size: int, moves: Move
         # Spans, groups and layers run in reverse. Only the layer inputs of one group are live at a time.
         for span, saved in zip(reversed(spans), reversed(group_inputs), strict=True):
 
-            def group(state: Any, slices: Any, size: int = span.size) -> tuple[Any, None]:
-                start, h = slices
+            def group(state: Any, h: Leaves, start: Any, size: int = span.size) -> Any:
                 with jax.named_scope("rematted_computation"):
-                    layer_inputs = _recompute_inputs(pure, combine(trainable, frozen), fetch(h), start, size)
+                    layer_inputs = _recompute_inputs(pure, combine(trainable, frozen), h, start, size)
                 propagate = functools.partial(_layer_backward, pure, trainable, frozen, is_alone=size == 1)
 
                 def layer(state: Any, offset: Any) -> tuple[Any, None]:
                     return propagate(state, _take(layer_inputs, offset), start + offset), None
 
-                return jax.lax.scan(layer, state, jnp.arange(size), reverse=True)[0], None
+                return jax.lax.scan(layer, state, jnp.arange(size), reverse=True)[0]
 
-            state = jax.lax.scan(group, state, (span.starts, saved), reverse=True)[0]
+            state = _scan_with_prefetch(group, state, saved, span.starts, fetch if moves is not NO_MOVES else None)
         return state
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
+
+
+def _scan_with_prefetch(
+    group: Callable[[Any, Leaves, Any], Any], state: Any, saved: Leaves, starts: Any, fetch: Move | None
+) -> Any:
+    """Run ``state = group(state, h, start)`` for the groups in reverse.
+
+    With `fetch`, each iteration starts to fetch the inputs of the next group, so a copy from the host has a whole
+    group's time. Without this, XLA for GPUs starts the copy in the iteration that needs it.
+    """
+    if fetch is None:
+        return jax.lax.scan(lambda state, x: (group(state, x[1], x[0]), None), state, (starts, saved), reverse=True)[0]
+
+    def step(carry: Any, number: Any) -> tuple[Any, None]:
+        state, h = carry
+        fetched = fetch(_take(saved, jnp.maximum(number - 1, 0)))
+        return (group(state, h, starts[number]), fetched), None
+
+    check_host_slices()
+    last = starts.shape[0] - 1
+    return jax.lax.scan(step, (state, fetch(_take(saved, last))), jnp.arange(last + 1), reverse=True)[0][0]
 
 
 def _recompute_inputs(pure: Callable[..., Leaves], operands: Any, h: Leaves, start: Any, size: int) -> Leaves:

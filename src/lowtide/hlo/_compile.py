@@ -36,6 +36,7 @@ from ..core import (
 from ..core._compat import argument_names, jit_options, without_compilation_cache
 from ..jaxprs import plain
 from ..targets import Target, resolve_target
+from ._copies import options_of
 from ._executable import argument_of
 from ._proto import read_hlo
 
@@ -61,6 +62,8 @@ class CompiledProgram:
     """JAX's names of the argument leaves, in flattening order."""
     error: BaseException | None = None
     """The compiler's exception if the program did not fit (then there is no executable); None if it fits."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Compile options, as `copy_options` returns them for a program that uses host memory."""
     _compiled: Any = None
 
     @property
@@ -139,12 +142,13 @@ def lower_program(
         static=static,
         host_paths=host_paths,
         argument_names=tuple(argument_names(traced)),
+        options=options_of(lowered, bool(host_paths), goal),
     )
 
 
 def compile_lowered(program: CompiledProgram) -> CompiledProgram:
     """Compile a program that `lower_program` has lowered."""
-    compiled, hlo, error = _compile(program.lowered)
+    compiled, hlo, error = _compile(program.lowered, program.options)
     return dataclasses.replace(program, hlo=hlo, error=error, _compiled=compiled)
 
 
@@ -226,10 +230,10 @@ def _host_paths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "") or "no argument"
 
 
-def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
+def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, Any, BaseException | None]:
     """Return the executable, the dumped program and the out-of-memory error; each may be None."""
     with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        options = {**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         compiled, error = None, None
         try:
             with without_compilation_cache():

@@ -1,5 +1,6 @@
 """Host offload of activations, parameters and optimizer state, and optimizer updates inside the backward pass."""
 
+from ..hlo import copy_options as copy_options
 from ._host_memory import memory_kinds as memory_kinds
 from ._host_memory import to_device as to_device
 from ._host_memory import to_host as to_host
@@ -39,6 +40,7 @@ __all__ = [
     "check_shardings",
     "check_transformation",
     "checkpoint",
+    "copy_options",
     "explicit_shardings",
     "is_part",
     "is_taken_apart",

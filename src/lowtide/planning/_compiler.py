@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import HiddenPass, LowtideError, write_files
-from ..core._compat import has_cudnn
+from ..core._compat import cudnn_version
 from ..hlo import CompiledProgram, compile_lowered, is_out_of_memory, lower_program
 from ..memory import Job
 from ..memory._analysis import examine
@@ -49,7 +49,7 @@ def compile_step(job: Job, hidden: HiddenPass | None, target: Target) -> Size:
         The compiler takes host memory. Nothing is allocated on the target.
     """
     program = _lower(job, hidden, target)
-    key = _key(program.lowered, target)
+    key = _key(program, target)
     if (size := _read(key)) is not None:
         return size
     report = examine(compile_lowered(program), job.roles)[0]
@@ -83,7 +83,7 @@ def probe_step(job: Job, hidden: HiddenPass | None, target: Target) -> int | Non
     larger = dataclasses.replace(job, fn=with_filler, args=(filler, *job.args), donate_argnums=donated, roles=None)
     try:
         program = _lower(larger, hidden, target)
-        key = _key(program.lowered, target)
+        key = _key(program, target)
         if (size := _read(key)) is None:
             size = Size(examine(compile_lowered(program))[0].device_bytes, 0)
             _write(key, size)
@@ -110,11 +110,11 @@ def _donated(job: Job) -> tuple[int, ...]:
 # --- the cache on disk -----------------------------------------------------------------------------------------------
 
 
-def _key(lowered: Any, target: Target) -> str:
+def _key(program: CompiledProgram, target: Target) -> str:
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     chip = [target.name, target.chip, target.device_bytes, target.hbm_bytes]
-    facts = [_FORMAT, chip, has_cudnn(), sorted(versions().items()), flags]
-    return hashlib.sha256(f"{facts}\n{lowered.as_text()}".encode()).hexdigest()
+    facts = [_FORMAT, chip, bool(cudnn_version()), sorted(versions().items()), flags, *sorted(program.options.items())]
+    return hashlib.sha256(f"{facts}\n{program.lowered.as_text()}".encode()).hexdigest()
 
 
 def _file(key: str) -> Path:

@@ -45,12 +45,13 @@ class Rates:
         compute, transfer = flops / self.flops, traffic / self.bandwidth
         return max(compute, transfer) + exposed, compute + transfer + exposed
 
+    def hidden_bytes(self, flops: float) -> float:
+        """Return the bytes that the link can copy, each way, during a pass of `flops` operations; 0 without overlap."""
+        return self.link * flops / self.flops if self.hides_copies else 0.0
+
     def exposed_seconds(self, copied_bytes: float, flops: float) -> float:
         """Return the seconds of a copy that a pass of `flops` operations does not hide."""
-        if not (copied_bytes and self.link):
-            return 0.0
-        hidden = flops / self.flops if self.hides_copies else 0.0
-        return max(copied_bytes / self.link - hidden, 0.0)
+        return max(copied_bytes - self.hidden_bytes(flops), 0.0) / self.link if self.link else 0.0
 
 
 def rates(target: Target) -> Rates:

@@ -91,16 +91,17 @@ class Remat:
                 return recomputed(stack.block)(layer, h, batch), None
 
             return offload.scan(body, stack.first(outer, batch), layers, inputs=self.layer_inputs)[0]
-        if self.layers_per_remat > 1:
+        # The loop over groups reloads one group ahead, so groups of one layer serve layer inputs on the host.
+        if self.layers_per_remat > 1 or (self.layer_inputs == "host" and not self.names):
             moves = () if self.layer_inputs == "device" else ((_to_host, offload.to_device),)
             return hidden_in_groups(stack, outer, layers, batch, self.layers_per_remat, *moves)
+        if not self.names:
+            return stack.hidden(outer, layers, batch, remat=True)
         block, offloaded = stack.block, self.offload
         if self.tagged:
             block = offload.tag(block)
         if self.layer_inputs == "host":
             block, offloaded = _with_named_input(block), self.offload | {_INPUT}
-        if not (self.save or offloaded):
-            return stack.hidden(outer, layers, batch, remat=True)
         names = {"save": sorted(self.save), "offload": sorted(offloaded)}
         selected: dict[str, Any] = {argument: value for argument, value in names.items() if value}
         # The stack scans over its blocks. XLA does not merge recomputation with the forward pass across two loops, so
