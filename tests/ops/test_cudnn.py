@@ -89,7 +89,7 @@ def test_the_table_of_implementations() -> None:
     for facts, *expected in CASES:
         for version, wanted in zip((OLDEST, MIDDLE, NEWEST), expected, strict=True):
             case = AttentionCase(**{**HOPPER, **facts, "jax_version": version})
-            choice = _attention.choose(case)
+            choice = _attention.choose_attention(case)
             method = _cudnn.method_of(case)[0]
             assert (method if choice.implementation == "cudnn" else choice.implementation) == wanted, (facts, version)
             assert bool(choice.reason) == (wanted != "options"), (facts, choice)
@@ -97,7 +97,7 @@ def test_the_table_of_implementations() -> None:
 
 def test_reasons_name_the_fact() -> None:
     def reason(**facts: Any) -> str:
-        return _attention.choose(AttentionCase(**{**HOPPER, "jax_version": NEWEST, **facts})).reason
+        return _attention.choose_attention(AttentionCase(**{**HOPPER, "jax_version": NEWEST, **facts})).reason
 
     assert reason(head_dim=512) == "cuDNN's kernel: heads of 512"
     assert reason(platform="cpu") == ""

@@ -363,9 +363,7 @@ def _attention(base: Any, config: Any) -> str:
     )
     options["is_grouped"] = model_config.num_heads != model_config.num_kv_heads
     choice = attention_implementation(base.compute_dtype, model_config.head_dim, num_tokens=config.seq_len, **options)
-    if base.attention is not None:
-        return IMPLEMENTATIONS[base.attention]
-    return f"{IMPLEMENTATIONS[choice.implementation]}{f' ({choice.reason})' if choice.reason else ''}"
+    return str(choice) if base.attention is None else IMPLEMENTATIONS[base.attention]
 
 
 def _pipeline_lines(stages: Any) -> dict[str, str]:

@@ -210,7 +210,7 @@ def _inspect_model(folder: Path) -> Inspection:
             with warnings.catch_warnings(action="ignore"):
                 config = models.load_config(folder)
             facts |= {"layers": config.num_layers, "context": config.max_position_embeddings}
-            facts["vocabulary"] = config.vocab_size
+            facts |= {"vocabulary": config.vocab_size, "attention": _attention_facts(config)}
         except ModelFileError as error:
             problems.append(_message(error))
     else:
@@ -252,6 +252,33 @@ def _inspect_model(folder: Path) -> Inspection:
         problems.append(f"weights and config.json are of different models: {got}")
     facts |= _tokenizer_facts(folder, problems, notes, facts.get("vocabulary"))
     return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems), notes=tuple(notes))
+
+
+def _attention_facts(config: Any) -> dict[str, str]:
+    """Return the implementation of attention on an H100 with cuDNN 9.14 and on a v5e, for rows of 4,096 tokens."""
+    from ..ops import AttentionCase, choose_attention
+
+    facts: dict[str, str] = {}
+    chips: dict[str, dict[str, Any]] = {
+        "H100": {"platform": "gpu", "capability": (9, 0), "cudnn_version": 91400},
+        "v5e": {"platform": "tpu"},
+    }
+    has_windows = config.window_sizes is not None
+    for chip, device in chips.items():
+        for rows, segments in (("", "none"), (", packed rows", "shared")):
+            case = AttentionCase(
+                **device,
+                head_dim=config.head_dim,
+                is_grouped=config.num_heads != config.num_kv_heads,
+                window=None if has_windows else config.windows,
+                has_traced_window=has_windows,
+                windows=config.window_sizes,
+                segments=segments,  # pyright: ignore[reportArgumentType]
+                has_soft_cap=config.attention_soft_cap is not None,
+                has_sinks=config.attention_sinks,
+            )
+            facts[chip + rows] = str(choose_attention(case))
+    return facts
 
 
 def _inspect_gguf(path: Path, file: Path) -> Inspection:

@@ -2,6 +2,9 @@
 
 from ._attention import attention as attention
 from ._attention import attention_implementation as attention_implementation
+from ._attention import choose_attention as choose_attention
+from ._dispatch import AttentionCase as AttentionCase
+from ._dispatch import AttentionChoice as AttentionChoice
 from ._implementations import IMPLEMENTATIONS as IMPLEMENTATIONS
 from ._implementations import Implementation as Implementation
 from ._options import AttentionMask as AttentionMask

@@ -212,7 +212,7 @@ def equal_document_length(mask: AttentionMask, num_queries: int, num_keys: int) 
 def _dispatch(
     implementation: Implementation | None, q: Array, k: Array, v: Array, mask: AttentionMask, scores: ScoreOptions
 ) -> Array:
-    name = implementation or choose(case_of(q, k, mask, scores)).implementation
+    name = implementation or choose_attention(case_of(q, k, mask, scores)).implementation
     if name in KERNELS:
         return KERNELS[name].attend(q, k, v, mask, scores, is_required=implementation is not None)
     attend = attend_in_blocks if name == "blocks" else attend_with_scores
@@ -256,11 +256,19 @@ def attention_implementation(
     scores = ScoreOptions(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
     shape = 1, num_tokens or _splash.LEAST_TOKENS, 1 + is_grouped, head_dim
     q, k = (jax.ShapeDtypeStruct((*shape[:2], heads, head_dim), dtype) for heads in (shape[2], 1))
-    return choose(case_of(q, k, mask, scores))  # pyright: ignore[reportArgumentType]
+    return choose_attention(case_of(q, k, mask, scores))  # pyright: ignore[reportArgumentType]
 
 
-def choose(case: AttentionCase) -> AttentionChoice:
-    """Return the first preferred kernel that supports a case, else ``"xla"`` for few queries or ``"blocks"``."""
+def choose_attention(case: AttentionCase) -> AttentionChoice:
+    """Return the implementation that `attention` selects for a case, and the reason.
+
+    It is the first preferred kernel that supports the case, else ``"xla"`` for few queries or ``"blocks"``.
+
+    Examples:
+        >>> hopper = AttentionCase(capability=(9, 0), cudnn_version=91400, jax_version=(0, 12, 0), segments="shared")
+        >>> str(choose_attention(hopper))
+        "cuDNN's kernel (with the offsets of up to 16 documents a row)"
+    """
     reason = ""
     for name, kernel in KERNELS.items():
         if kernel.platform != case.platform:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from ..core import traced_device, varying_axes
 from ..core._compat import cudnn_version
-from ._implementations import Implementation
+from ._implementations import IMPLEMENTATIONS, Implementation
 from ._options import AttentionMask, ScoreOptions
 
 
@@ -118,3 +118,7 @@ class AttentionChoice(NamedTuple):
 
     Empty if the kernel has options for the mask, and for a platform without kernels.
     """
+
+    def __str__(self) -> str:
+        """Describe the implementation, with the reason in brackets."""
+        return IMPLEMENTATIONS[self.implementation] + (f" ({self.reason})" if self.reason else "")
