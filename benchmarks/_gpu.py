@@ -44,7 +44,7 @@ SRC = ROOT.parent / "src"
 RESULTS = ROOT / "results" / "gpu"
 MINUTES = 5.0
 """Default limit of a case."""
-ENOUGH = 0.5
+ENOUGH = 0.25
 """A case only starts while at least this share of its time limit is left."""
 TAIL_LINES = 30
 """Number of lines of standard error that the row of a failed case keeps."""
@@ -190,6 +190,7 @@ def main(
     parser.add_argument("--json", type=Path, metavar="FILE", help="file of the raw result")
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="limit of all cases together")
     parser.add_argument("--again", action="store_true", help="measure finished cases again")
+    parser.add_argument("--stale", action="store_true", help="measure cases of another commit again")
     parser.add_argument("--child", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -205,12 +206,14 @@ def main(
         sys.exit(f"{part}: {path} holds results of {before['device_kind']}, and stays as it is")
     rows: dict[str, Row] = {name: row for name, row in before.get("rows", {}).items() if name in cases}
     source = {"versions": head["versions"], "driver": head["gpu"].get("driver_version")}
+    current = head["commit"]
     failed = False
     for name in options.case or cases:
         is_measured, left = rows.get(name, {}).get("ok") is True, deadline - time.monotonic()
+        is_stale = options.stale and rows.get(name, {}).get("commit") != current
         limit = 60 * (minutes or {}).get(name, MINUTES)
         absent = [module for module in (needs or {}).get(name, ()) if importlib.util.find_spec(module) is None]
-        if is_measured and not options.again:
+        if is_measured and not options.again and not is_stale:
             outcome, row = "there already", None
         elif absent:
             outcome, row = f"not here: {', '.join(absent)}", {"ok": False, "not_here": absent}

@@ -41,14 +41,14 @@ class Rung(NamedTuple):
 @contextlib.contextmanager
 def all_scores() -> Generator[None]:
     """Make attention compute all scores at once within a ``with`` block."""
-    from lowtide.ops import _attention
+    from lowtide.ops import AttentionChoice, _attention
 
-    chosen = _attention._select_implementation
-    _attention._select_implementation = lambda *_: "xla"
+    choose = _attention.choose_attention
+    _attention.choose_attention = lambda _: AttentionChoice("xla", "")
     try:
         yield
     finally:
-        _attention._select_implementation = chosen
+        _attention.choose_attention = choose
 
 
 def dense_loss(model: Any, batch: Tree) -> tuple[Any, Tree]:

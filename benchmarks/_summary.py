@@ -177,7 +177,13 @@ def _peers(name: str, rows: Rows) -> list[str]:
 def _offloaded(name: str, rows: Rows) -> list[str]:
     """Return the same step with one more thing on the device."""
     size, _, kind = name.partition("-")
-    bases = {"activations": "device", "remat": "device", "opt_state": "remat", "parameters": "gradients"}
+    bases = {
+        "activations": "device",
+        "remat": "device",
+        "inputs": "remat",
+        "opt_state": "remat",
+        "parameters": "gradients",
+    }
     return [f"{size}-{bases[kind]}"] if kind in bases else []
 
 
@@ -197,6 +203,7 @@ OFFLOAD = Rule(_offloaded, ("seconds_per_step", "peak_bytes"))
 RULES = {
     **{"lora": PEFT, "sft": PEFT, "qlora": PEFT, "ladder": Rule(_first), "offload": OFFLOAD},
     "offload/64k-activations": OFFLOAD._replace(aim="at most 1.1 × the time", bounds={"seconds_per_step": (0, 1.1)}),
+    "offload/64k-inputs": OFFLOAD._replace(aim="at most 1.1 × the time", bounds={"seconds_per_step": (0, 1.1)}),
     "generate": Rule(_peers, ("tokens_per_second",), compares=False),
     "attention": Rule(lambda name, rows: [name.replace("-blocks", "-cudnn")], ("forward_ms", "both_ms")),
     "copies": Rule(lambda name, rows: ["device"], ("seconds_per_step",)),

@@ -4,8 +4,10 @@
 
 The benchmark runs `lowtide.ops.attention` in bfloat16 on Llama 3.1 8B's shapes: 32 query heads and 8 key/value heads,
 of width 128, causal. The cases are 32,768 tokens in rows of 4,096 to 32,768, and one row each of 65,536 and of 131,072.
-Two further cases are one row of 32,768 tokens with documents of 2,048, and with a window of 4,096. Each case runs the
-forward pass alone, then the forward pass with the gradients of queries, keys and values.
+Two further cases are one row of 32,768 tokens with documents of 2,048, and with a window of 4,096. ``gemma`` has
+heads of Gemma 3 4B, of width 256, in such documents, and a window of 1,024 that the program computes. ``sinks`` has
+heads of gpt-oss, of width 64, with a window of 128 and sinks. Each case runs the forward pass alone, then the forward
+pass with the gradients of queries, keys and values.
 
 TFLOP/s count only the query-key pairs that attention allows, and no other work of a kernel: 4 FLOPs per pair, head and
 unit of head width, plus 2.5 times as many for the gradients. Peaks are those of the allocator since the process began.
@@ -58,6 +60,11 @@ class Shape(NamedTuple):
     seq_len: int
     document: int | None = None
     window: int | None = None
+    heads: tuple[int, int, int] = (LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim)
+    """Query heads, key/value heads, and their width."""
+    is_traced: bool = False
+    """Whether the program computes the window."""
+    has_sinks: bool = False
 
     @property
     def pairs(self) -> int:
@@ -73,17 +80,21 @@ class Shape(NamedTuple):
 SHAPES = {
     "4k": Shape(8, 4096),
     "32k": Shape(1, 32768),
-    "128k": Shape(1, 131072),
     "32k-packed": Shape(1, 32768, document=2048),
+    "gemma": Shape(1, 32768, document=2048, window=1024, heads=(8, 4, 256), is_traced=True),
+    "sinks": Shape(8, 4096, window=128, heads=(64, 8, 64), has_sinks=True),
+    "128k": Shape(1, 131072),
     "32k-window": Shape(1, 32768, window=4096),
     "8k": Shape(4, 8192),
     "16k": Shape(2, 16384),
     "64k": Shape(1, 65536),
 }
 TOYS = {
-    "4k": Shape(2, 1024),
-    "32k-packed": Shape(1, 1024, document=128),
-    "32k-window": Shape(1, 1024, window=192),
+    "4k": Shape(2, 1024, heads=(4, 2, 16)),
+    "32k-packed": Shape(1, 1024, document=128, heads=(4, 2, 16)),
+    "gemma": Shape(1, 1024, document=128, window=64, heads=(4, 2, 16), is_traced=True),
+    "sinks": Shape(2, 1024, window=64, heads=(4, 2, 16), has_sinks=True),
+    "32k-window": Shape(1, 1024, window=192, heads=(4, 2, 16)),
 }
 """Shapes of a rehearsal. Toys of the other lengths would run the same program."""
 
@@ -116,11 +127,15 @@ def passes(shape: Shape, implementation: Any) -> dict[str, Callable[..., Any]]:
     """Return the forward pass, and the forward pass with its gradients."""
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        segments = None
+        segments, window, windows, sinks = None, shape.window, None, None
         if shape.document:
             segments = jnp.broadcast_to(jnp.arange(shape.seq_len) // shape.document, q.shape[:2])
-        mask = AttentionMask(segment_ids=segments, window=shape.window)
-        return attention(q, k, v, mask=mask, implementation=implementation)
+        if shape.is_traced:
+            window, windows = jnp.int32(shape.window) + jnp.int32(q[0, 0, 0, 0] * 0), (shape.window, 2**30)
+        if shape.has_sinks:
+            sinks = jnp.linspace(-1, 1, q.shape[2], dtype=jnp.float32)
+        mask = AttentionMask(segment_ids=segments, window=window, windows=windows)
+        return attention(q, k, v, mask=mask, sinks=sinks, implementation=implementation)
 
     def both(q: Any, k: Any, v: Any, out_grad: Any) -> Any:
         out, vjp = jax.vjp(forward, q, k, v)
@@ -151,7 +166,7 @@ def run(name: str, implementation: str, rehearsal: bool) -> dict[str, Any]:
     if rehearsal and name not in TOYS:
         return {"rehearsed_as": f"4k-{implementation}"}
     shape = TOYS[name] if rehearsal else SHAPES[name]
-    heads, groups, dim = (4, 2, 16) if rehearsal else (LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim)
+    heads, groups, dim = shape.heads
     row: dict[str, Any] = {
         "implementation": implementation,
         **shape._asdict(),

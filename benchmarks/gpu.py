@@ -1,11 +1,12 @@
 """Measure everything that needs a GPU, with one command, in the time that is available.
 
-    python benchmarks/gpu.py [--part NAME ...] [--minutes N] [--out DIR] [--again]
+    python benchmarks/gpu.py [--part NAME ...] [--minutes N] [--out DIR] [--again | --stale]
     python benchmarks/gpu.py --rehearse     # every part at toy size on the CPU, into a temporary folder
     python benchmarks/gpu.py --list | --summary | --missing | --wheels DIR [--python 3.12]
 
-The most important parts run first; each is a script with a time limit. `benchmarks/results/gpu/<device>/` has a file
-per part, which is replaced after every case, so a kill loses at most one case. A second call skips finished cases.
+The most important parts run first. Each is a script with a time limit, at most 150 seconds for all parts but one.
+`benchmarks/results/gpu/<device>/` has a file per part, which is replaced after every case, so a kill loses at most one
+case. A second call skips finished cases.
 `docs/internals/gpu-day.md` explains how to use a machine without a network.
 """
 
@@ -37,23 +38,24 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("smoke", "gpu_smoke.py", "the default finetune: predicted and measured bytes, held-out loss", 4),
-    Part("peak", "measured_peak.py", "compiled against measured peak of many programs", 5),
-    Part("lora", "lora_peft.py", "LoRA on 1B and 8B shapes versus PEFT: tokens per second and peak", 12),
-    Part("sft", "sft_peft.py", "packed rows on Qwen3's shapes, dense and mixture of experts, versus PEFT", 10),
-    Part("qlora", "qlora_peft.py", "QLoRA, DoRA and rsLoRA on Qwen3's shapes versus PEFT with bitsandbytes", 12),
-    Part("generate", "generate_time.py", "generation with Qwen3's shapes versus transformers", 12),
-    Part("attention", "attention_time.py", "one layer's attention from 4k to 128k tokens, cuDNN versus blocks", 6),
-    Part("ladder", "ladder_time.py", "one LoRA step on 1B; every case adds a technique that saves bytes", 4),
+    Part("attention", "attention_time.py", "one layer's attention from 4k to 128k tokens, cuDNN versus blocks", 2.5),
+    Part("copies", "copies_time.py", "loops and XLA's options that let copies run under kernels", 2),
+    Part("offload", "offload_time.py", "a step with activations on the host versus on the device", 2.5),
+    Part("optimizer", "optimizer_time.py", "AdamW's update with state in 8 and 4 bits versus float32", 2),
+    Part("peak", "measured_peak.py", "compiled against measured peak of many programs", 2.5),
+    Part("lora", "lora_peft.py", "LoRA on 1B and 8B shapes versus PEFT: tokens per second and peak", 2.5),
+    Part("trainer", "trainer_time.py", "time that Trainer.fit adds to the bare step, LoRA on 1B", 2),
+    Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 2.5),
+    Part("pipeline", "pipeline_time.py", "a pipeline of one stage versus plain accumulation", 2),
+    Part("tests", "gpu_tests.py", "the tests marked gpu", 2.5),
+    Part("sft", "sft_peft.py", "packed rows on Qwen3's shapes, dense and mixture of experts, versus PEFT", 2.5),
+    Part("qlora", "qlora_peft.py", "QLoRA, DoRA and rsLoRA on Qwen3's shapes versus PEFT with bitsandbytes", 2.5),
     Part("longest", "longest_sequence.py", "QLoRA on 8B shapes: the longest sequence in 80 GB", 12),
-    Part("offload", "offload_time.py", "a step with activations on the host versus on the device", 8),
-    Part("copies", "copies_time.py", "XLA's options and orders that let copies run under kernels", 3),
-    Part("optimizer", "optimizer_time.py", "AdamW's update with state in 8 and 4 bits versus float32", 5),
-    Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 8),
-    Part("trainer", "trainer_time.py", "time that Trainer.fit adds to the bare step, LoRA on 1B", 6),
-    Part("pipeline", "pipeline_time.py", "a pipeline of one stage versus plain accumulation", 5),
-    Part("tests", "gpu_tests.py", "the tests marked gpu", 8),
+    Part("ladder", "ladder_time.py", "one LoRA step on 1B; every case adds a technique that saves bytes", 2.5),
+    Part("generate", "generate_time.py", "generation with Qwen3's shapes versus transformers", 2.5),
+    Part("smoke", "gpu_smoke.py", "the default finetune: predicted and measured bytes, held-out loss", 2.5),
 )
+"""The first ten take about 15 minutes together. A later call goes on with the cases that are missing."""
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -95,18 +97,20 @@ def why_not_usable(card: dict[str, Any]) -> str:
 def run_part(part: Part, out: Path, deadline: float, options: argparse.Namespace) -> str:
     """Run the script of a part unless its file is complete; return its state afterwards.
 
-    A part named by `--part` also starts if it is complete, and runs the cases that were added to its script.
+    A part named by `--part` also starts if it is complete, and runs the cases that were added to its script. So does
+    every part with `--stale`, which runs the cases of another commit.
     """
     path, left = out / f"{part.name}.json", deadline - time.monotonic()
     before = read_result(path)
-    if before.get("complete") and before["rehearsal"] == options.rehearse and not options.again and not options.part:
+    may_skip = not (options.again or options.stale or options.part)
+    if before.get("complete") and before["rehearsal"] == options.rehearse and may_skip:
         return "there already"
     if left < 20:  # a part imports JAX before it looks at the clock
         return f"not started: {max(left, 0):.0f} s left"
     limit = left if options.rehearse else min(60 * part.minutes, left)
     print(f"=== {part.name}: {part.about} (at most {limit / 60:.1f} minutes)", flush=True)
     words = [sys.executable, str(ROOT / part.script), "--json", str(path), "--minutes", f"{limit / 60:.4f}"]
-    words += ["--rehearse"] * options.rehearse + ["--again"] * options.again
+    words += ["--rehearse"] * options.rehearse + ["--again"] * options.again + ["--stale"] * options.stale
     # The part enforces the limit itself; it is killed only if that fails.
     status = run(words, environment(options.rehearse), limit + 15)
     return "complete" if status == 0 and read_result(path).get("complete") else "not complete"
@@ -129,6 +133,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="limit of everything together")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results, also for --summary")
     parser.add_argument("--again", action="store_true", help="measure finished cases again")
+    parser.add_argument("--stale", action="store_true", help="measure cases of another commit again")
     parser.add_argument("--python", default="3.12", metavar="X.Y", help="for --wheels (default: 3.12)")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")

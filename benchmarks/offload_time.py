@@ -8,6 +8,7 @@ loss. Steps have 4,096, 16,384 and 65,536 tokens:
     device       projections kept for the backward pass by name, the rest recomputed; everything on the device
     activations  the same names on the host
     remat        only layer inputs kept
+    inputs       only layer inputs kept, on the host, and fetched one layer ahead
     opt_state    `remat`, with AdamW's moments on the host (`lowtide.offload.optimizer`)
     gradients    `remat`, only loss and gradients
     parameters   the same with layers on the host, streamed (`lowtide.offload.scan`), their gradients returned there
@@ -47,6 +48,7 @@ from _decoders import (
 from _gpu import main, overlap, peak_bytes, timed
 
 import lowtide as lt
+from lowtide.planning import Remat
 
 Tree = Any
 PART = "offload"
@@ -55,9 +57,12 @@ MOMENTS = r".*/(mu|nu)/.*"
 TOKENS = {"4k": 4096, "16k": 16384, "64k": 65536}
 REHEARSED = "16k"
 """Toys of the other sizes would run the same program."""
-KINDS = ("device", "activations", "opt_state", "remat", "gradients", "parameters")
+KINDS = ("device", "activations", "inputs", "opt_state", "remat", "gradients", "parameters")
 WARMUP, PROFILED = 2, 2
-REFERENCES = {"parameters": "gradients", **dict.fromkeys(("activations", "opt_state", "remat", "again"), "device")}
+REFERENCES = {
+    "parameters": "gradients",
+    **dict.fromkeys(("activations", "inputs", "opt_state", "remat", "again"), "device"),
+}
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".93", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "64"}
 
 
@@ -75,6 +80,13 @@ def loss_of(kind: str, stack: lt.LayerStack) -> Callable[[Tree, Tree], Any]:
             return stack.last(outer, h, batch)[0]
 
         return streamed
+    if kind == "inputs":
+
+        def with_inputs_on_host(params: Tree, batch: Tree) -> Any:
+            h = Remat(layer_inputs="host").hidden(stack, *params, batch)
+            return stack.last(params[0], h, batch)[0]
+
+        return with_inputs_on_host
     claims = {"device": {"save": NAMES}, "again": {"save": NAMES}, "activations": {"offload": NAMES}}
     if kind in claims:
         block = lt.offload.checkpoint(lt.offload.tag(stack.block), prevent_cse=False, **claims[kind])
@@ -146,8 +158,10 @@ def measure(row: dict[str, Any], name: str, kind: str, config: Any, batch: Tree,
     del model  # donated, so its arrays are deleted after the first step
     tx = None if kind in ("gradients", "parameters") else optax.adamw(1e-4, weight_decay=0.01)
     losses: list[float] = []
+    options = None if rehearsal or kind in ("device", "again", "remat", "gradients") else lt.offload.copy_options()
+    row["compiler_options"] = options
     if tx is None:
-        program = compiled(row, step_of(kind, stack, None), pair, batch)
+        program = compiled(row, step_of(kind, stack, None), pair, batch, compiler_options=options)
         loss, grads = program(pair, batch)
         losses, values = [float(loss)], sampled(grads)
         del grads
@@ -162,7 +176,8 @@ def measure(row: dict[str, Any], name: str, kind: str, config: Any, batch: Tree,
         places = None if shardings is None else (jax.tree.map(lambda leaf: leaf.sharding, pair), shardings, None)
         fn = step_of(kind, stack, tx)
         row["peak_before_bytes"] = peak_bytes()
-        program = compiled(row, fn, pair, state, batch, donate_argnums=(0, 1), out_shardings=places)
+        jit_options: Any = {"donate_argnums": (0, 1), "out_shardings": places, "compiler_options": options}
+        program = compiled(row, fn, pair, state, batch, **jit_options)
         held = [pair, state]
         del pair, state
 
@@ -191,8 +206,8 @@ def measure(row: dict[str, Any], name: str, kind: str, config: Any, batch: Tree,
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
     f"{name}-{kind}": functools.partial(run, TOKENS[name], kind)
     for name, kind in (
-        *((word, kind) for word in ("64k", "16k") for kind in ("device", "activations")),
-        *((word, kind) for word in ("16k", "64k") for kind in ("opt_state", "remat")),
+        *((word, kind) for word in ("64k", "16k") for kind in ("device", "remat", "inputs", "activations")),
+        *((word, "opt_state") for word in ("16k", "64k")),
         *(("16k", kind) for kind in ("gradients", "parameters", "again")),
         *(("4k", kind) for kind in KINDS),
         *(("64k", kind) for kind in ("gradients", "parameters")),

@@ -105,6 +105,13 @@ def test_a_second_call_runs_what_is_not_measured(stub: Stub, capsys: pytest.Capt
     assert stub.runs[3:] == ["new"] and list(stub.rows) == ["good", "new", "late"]
 
 
+def test_cases_of_another_commit_run_again(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stub() == 0 and stub("--stale") == 0 and stub.runs == ["good", "late"]
+    monkeypatch.setenv("LOWTIDE_COMMIT", "f" * 40)
+    assert stub("--stale", "--case", "late") == 0 and stub("--stale") == 0 and stub("--stale") == 0
+    assert stub.runs[2:] == ["late", "good"]
+
+
 def test_a_failed_case_is_recorded_and_run_again(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     stub.errors["good"] = "log\nValueError: no such luck"
     assert stub() == 1 and stub.rows["late"]["ok"] and not stub.content["complete"]
@@ -125,8 +132,8 @@ def test_limits_of_a_case_and_of_the_day(stub: Stub, capsys: pytest.CaptureFixtu
     stub.seconds["late"] = 50.0
     assert stub("--case", "late", "--minutes", "0.75") == 1  # the end of the day is no failure of the case
     assert stub.rows == {} and "stub/late: cut: no time left" in capsys.readouterr().out
-    assert stub("--minutes", "0.3") == 1 and stub.runs == ["late", "late"]
-    assert "stub/good: not started, 18 s left of 300" in capsys.readouterr().out
+    assert stub("--minutes", "0.2") == 1 and stub.runs == ["late", "late"]
+    assert "stub/good: not started, 12 s left of 300" in capsys.readouterr().out
 
 
 def test_results_of_another_kind_stay_as_they_are(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +194,8 @@ def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
     monkeypatch.setattr(gpu, "gpu", lambda: CARD)
     monkeypatch.setattr(gpu, "why_not_usable", lambda card: "")
     monkeypatch.setattr(gpu, "home_of", lambda kind, rehearsal: tmp_path / "home")
-    monkeypatch.setattr(gpu, "PARTS", gpu.PARTS[:3])
+    parts = {part.name: part for part in gpu.PARTS}
+    monkeypatch.setattr(gpu, "PARTS", [parts[name] for name in ("smoke", "peak", "lora")])
     return call
 
 
@@ -199,6 +207,7 @@ def test_parts_run_in_order_and_go_on_in_a_second_call(
     assert day() == (1, ["peak"])
     assert day("--part", "smoke") == (0, ["smoke"])  # a part that is named looks for new cases
     assert day("--part", "lora", "--part", "smoke", "--again") == (0, ["smoke", "lora"])
+    assert day("--stale") == (1, ["smoke", "peak", "lora"])  # each part looks for cases of another commit
     assert day("--minutes", "0.1") == (1, [])
     # Results of earlier days count in another folder, which comes back with all of them.
     assert day("--out", str(tmp_path / "back")) == (1, ["peak"])
