@@ -143,6 +143,11 @@ def moment() -> Row:
     }
 
 
+def code_of(row: Mapping[str, Any]) -> str | None:
+    """Return the last commit of the measured code; None if it is unknown or has uncommitted changes."""
+    return None if row.get("uncommitted_changes") else row.get("code_commit") or row.get("commit")
+
+
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT.parent, capture_output=True, text=True, check=True)
@@ -190,7 +195,7 @@ def main(
     parser.add_argument("--json", type=Path, metavar="FILE", help="file of the raw result")
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="limit of all cases together")
     parser.add_argument("--again", action="store_true", help="measure finished cases again")
-    parser.add_argument("--stale", action="store_true", help="measure cases of another commit again")
+    parser.add_argument("--stale", action="store_true", help="measure cases of other code again")
     parser.add_argument("--child", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -200,17 +205,13 @@ def main(
     head = header(part, f"python benchmarks/{script.name}{' --rehearse' * options.rehearse}", options.rehearse)
     path: Path = options.json or home_of(head["device_kind"], options.rehearse) / f"{part}.json"
     before = read_result(path)
-    if not options.rehearse and not head["gpu"]:
-        sys.exit(f"{part}: no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU")
-    if before and (before["rehearsal"], before["device_kind"]) != (options.rehearse, head["device_kind"]):
-        sys.exit(f"{part}: {path} holds results of {before['device_kind']}, and stays as it is")
+    _check_call(part, options, head, before, path)
     rows: dict[str, Row] = {name: row for name, row in before.get("rows", {}).items() if name in cases}
     source = {"versions": head["versions"], "driver": head["gpu"].get("driver_version")}
-    current = head["commit"]
     failed = False
     for name in options.case or cases:
         is_measured, left = rows.get(name, {}).get("ok") is True, deadline - time.monotonic()
-        is_stale = options.stale and rows.get(name, {}).get("commit") != current
+        is_stale = options.stale and code_of(rows.get(name, {})) != code_of(head)
         limit = 60 * (minutes or {}).get(name, MINUTES)
         absent = [module for module in (needs or {}).get(name, ()) if importlib.util.find_spec(module) is None]
         if is_measured and not options.again and not is_stale:
@@ -239,6 +240,18 @@ def main(
             before = {**head, "complete": complete, "cases": [*cases], "rows": ordered}
             write(path, before)
     sys.exit(int(failed))
+
+
+def _check_call(part: str, options: argparse.Namespace, head: Row, before: Row, path: Path) -> None:
+    """Exit with a message if the part cannot run here, or would replace results of another kind."""
+    if not options.rehearse and not head["gpu"]:
+        sys.exit(f"{part}: no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU")
+    if before and (before["rehearsal"], before["device_kind"]) != (options.rehearse, head["device_kind"]):
+        sys.exit(f"{part}: {path} holds results of {before['device_kind']}, and stays as it is")
+    if options.stale and not code_of(head):
+        sys.exit(
+            f"{part}: --stale needs code without uncommitted changes, in a Git repository or named by LOWTIDE_COMMIT"
+        )
 
 
 def attempt(case: Case, rehearsal: bool) -> Row:

@@ -164,7 +164,7 @@ def faulty_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         gradients = right(device, is_offloaded)
         return gradients[::-1] if is_offloaded else gradients
 
-    monkeypatch.setattr(_devices, "_local_gpu", lambda: jax.local_devices()[0])
+    monkeypatch.setattr(_devices, "local_gpu", lambda: jax.local_devices()[0])
     monkeypatch.setattr(_devices, "_gradients", wrong)
     _devices._check_gpu.cache_clear()
 

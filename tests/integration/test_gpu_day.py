@@ -106,10 +106,14 @@ def test_a_second_call_runs_what_is_not_measured(stub: Stub, capsys: pytest.Capt
 
 
 def test_cases_of_another_commit_run_again(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_COMMIT", "e" * 40)
     assert stub() == 0 and stub("--stale") == 0 and stub.runs == ["good", "late"]
     monkeypatch.setenv("LOWTIDE_COMMIT", "f" * 40)
     assert stub("--stale", "--case", "late") == 0 and stub("--stale") == 0 and stub("--stale") == 0
     assert stub.runs[2:] == ["late", "good"]
+    monkeypatch.delenv("LOWTIDE_COMMIT")
+    monkeypatch.setattr(_gpu, "_git", lambda *arguments: None)
+    assert "--stale needs code without uncommitted changes" in str(stub("--stale"))
 
 
 def test_a_failed_case_is_recorded_and_run_again(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,9 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({**PACKED, **AMPERE}, "mask array", "mask array", "mask array"),
     ({**PACKED, **AMPERE, **LONG}, "blocks", "blocks", "blocks"),
     ({**PACKED, **AMPERE, "num_queries": 4095, "num_keys": 4095}, "blocks", "blocks", "blocks"),
+    ({"starts_at_first_key": False, "num_queries": 1, "num_keys": 4095}, "mask array", "mask array", "mask array"),
+    ({"segments": "separate", "num_keys": 4095, "has_sinks": True}, "blocks", "blocks", "blocks"),
+    ({"starts_at_first_key": False, "num_queries": 1, "has_sinks": True}, "xla", "xla", "xla"),
     ({"segments": "separate"}, "mask array", "mask array", "mask array"),
     ({"segments": "separate", **LONG}, "blocks", "blocks", "blocks"),
     ({"starts_at_first_key": False, "num_queries": 64}, "mask array", "mask array", "mask array"),
@@ -130,7 +133,7 @@ def scores_of(options: CudnnOptions, q: Any, k: Any, mask: Any, documents: Any) 
 
 
 def attend(options: CudnnOptions, q: Any, k: Any, v: Any, mask: Any = None, documents: Any = None) -> Any:
-    """Return the output and the log-sum-exps of cuDNN's kernel; what it does not write is 7."""
+    """Return the output and the log-sum-exps of cuDNN's kernel; entries that the kernel does not write are 7."""
     s = scores_of(options, q, k, mask, documents)
     lse = jax.nn.logsumexp(s, axis=-1)
     out = jnp.einsum("bnts,bsnh->btnh", jnp.exp(s - lse[..., None]), jnp.repeat(v, q.shape[2] // v.shape[2], axis=2))
@@ -155,9 +158,9 @@ def differentiate(
         stats = lse.reshape(q.shape[0], -1, *lse.shape[1:])
         lse = jnp.zeros(stats.shape[:1] + stats.shape[2:])
         for document in range(starts.shape[1]):
-            at = jnp.arange(q.shape[1])[None] - starts[:, document, None]
-            part = jnp.take_along_axis(stats[:, document], jnp.maximum(at, 0)[:, None], axis=2)
-            lse = jnp.where(((at >= 0) & (at < lengths[:, document, None]))[:, None], part, lse)
+            index = jnp.arange(q.shape[1])[None] - starts[:, document, None]
+            part = jnp.take_along_axis(stats[:, document], jnp.maximum(index, 0)[:, None], axis=2)
+            lse = jnp.where(((index >= 0) & (index < lengths[:, document, None]))[:, None], part, lse)
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(array, groups, axis=2) for array in (k, v))
     p = jnp.exp(s - lse[..., None])
@@ -236,10 +239,123 @@ def test_rows_that_are_mapped_are_rows_of_the_batch(stand_in: list[str]) -> None
 
     fn = jax.value_and_grad(loss, (0, 1, 2))
     actual = jax.jit(jax.vmap(fn))(*arrays, segments)
-    assert "kernel" in stand_in
+    jax.effects_barrier()
+    assert set(stand_in) == {"kernel"}
     wanted = [jax.jit(fn)(*(array[index] for array in arrays), segments[index]) for index in range(3)]
     for leaf, *rest in zip(jax.tree.leaves(actual), *map(jax.tree.leaves, wanted), strict=True):
         np.testing.assert_allclose(leaf, np.stack(rest), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["window", "sinks", "segment_ids"])
+def test_parts_of_a_mask_that_are_mapped(name: str, stand_in: list[str]) -> None:
+    arrays = [drawn(seed, 2, LENGTH, heads, 16) for seed, heads in enumerate((4, 2, 2))]
+    values = {
+        "window": jnp.array([9, 200]),
+        "sinks": jnp.stack([jnp.asarray(SINKS), jnp.asarray(-SINKS)]),
+        "segment_ids": jnp.asarray(np.stack([SEGMENTS, SEGMENTS[::-1]])),
+    }
+
+    def loss(q: Any, k: Any, v: Any, value: Any) -> Any:
+        fields: dict[str, Any] = {"window": None, "sinks": jnp.asarray(SINKS), "segment_ids": None, name: value}
+        if name == "segment_ids":  # in two arrays, which need a mask array
+            fields[name] = value, value + 0
+        mask = AttentionMask(window=fields["window"], segment_ids=fields["segment_ids"])
+        out = lt.ops.attention(q, k, v, mask=mask, scale=0.3, sinks=fields["sinks"], implementation="cudnn")
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    fn = jax.value_and_grad(loss, (0, 1, 2))
+    actual = jax.jit(jax.vmap(fn, (None, None, None, 0)))(*arrays, values[name])
+    jax.effects_barrier()
+    assert set(stand_in) == {"kernel"}
+    wanted = [jax.jit(fn)(*arrays, value) for value in values[name]]
+    for leaf, *rest in zip(jax.tree.leaves(actual), *map(jax.tree.leaves, wanted), strict=True):
+        np.testing.assert_allclose(leaf, np.stack(rest), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 30), (0, 30), (2, 66)], ids=["few-queries", "no-rows", "two-rows"])
+@pytest.mark.parametrize("kind", ["sinks", "documents"])
+def test_few_rows_and_queries(shape: tuple[int, int], kind: str, stand_in: list[str]) -> None:
+    rows, length = shape
+    arrays = [drawn(seed, rows, length, heads, 16) for seed, heads in enumerate((4, 2, 2))]
+    ids = jnp.asarray(np.repeat([[1, 2, 0]], [11, 7, length - 18], axis=1).repeat(rows, axis=0))
+    mask, scores = AttentionMask(segment_ids=ids if kind == "documents" else None), ScoreOptions(0.3, None, SINKS)
+    out = jax.jit(lambda *args: of_kernel(*args, mask, scores))(*arrays)
+    assert out.shape == (rows, length, 4, 16)
+    np.testing.assert_allclose(out, of_all_scores(*arrays, mask, scores), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 2}, {"context": 2}, {"data": 2, "context": 2}])
+@pytest.mark.parametrize("kind", ["documents, window and sinks", "window and sinks", "separate segments"])
+def test_meshes(axes: dict[str, int], kind: str, stand_in: list[str]) -> None:
+    names, sizes = tuple(axes), tuple(axes.values())
+    types = (jax.sharding.AxisType.Auto,) * len(names)
+    mesh = jax.make_mesh(sizes, names, devices=jax.devices()[: int(np.prod(sizes))], axis_types=types)
+    mask, scores, _ = KINDS[kind]
+    arrays = [drawn(seed, 2, LENGTH, heads, 16) for seed, heads in enumerate((4, 2, 2))]
+    with jax.set_mesh(mesh):
+        (_, actual), grads = loss_of(of_kernel, mask, scores)(*arrays, jnp.asarray(SINKS))
+    (_, wanted), wanted_grads = loss_of(of_all_scores, mask, scores)(*arrays, jnp.asarray(SINKS))
+    jax.effects_barrier()
+    assert set(stand_in) == {"kernel"}
+    for leaf, reference in zip((actual, *grads), (wanted, *wanted_grads), strict=True):
+        np.testing.assert_allclose(leaf, reference, rtol=2e-4, atol=2e-4)
+
+
+def test_rows_that_vary_along_an_axis_of_shard_map(stand_in: list[str]) -> None:
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    arrays = [drawn(seed, 2, LENGTH, heads, 16) for seed, heads in enumerate((4, 2, 2))]
+
+    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        def local(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+            return lt.ops.attention(q, k, v, mask=AttentionMask(window=9), sinks=sinks, implementation="cudnn")
+
+        specs = (*[jax.P("x")] * 3, jax.P())
+        out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P("x"))(q, k, v, sinks)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    grads = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arrays, jnp.asarray(SINKS))
+
+    def wanted_loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        out = of_all_scores(q, k, v, AttentionMask(window=9), ScoreOptions(16**-0.5, None, sinks))
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    wanted = jax.jit(jax.grad(wanted_loss, (0, 1, 2, 3)))(*arrays, jnp.asarray(SINKS))
+    assert "kernel" in stand_in
+    for leaf, reference in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(leaf, reference, rtol=2e-4, atol=2e-4)
+
+
+def test_offsets_beyond_int32_are_left_to_blocks(stand_in: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cudnn, "_MOST_OFFSET", 2 * LENGTH * 4 * 16)
+    for rows, expected in ((1, "kernel"), (2, "blocks")):
+        arrays = [drawn(seed, rows, LENGTH, heads, 16) for seed, heads in enumerate((4, 2, 2))]
+        mask = AttentionMask(segment_ids=jnp.asarray(SEGMENTS[:rows]))
+        stand_in.clear()
+        jax.jit(functools.partial(lt.ops.attention, mask=mask, implementation="cudnn"))(*arrays)
+        jax.effects_barrier()
+        assert set(stand_in) == {expected}
+
+
+@pytest.mark.gpu_aot
+def test_documents_need_a_mesh_in_a_program_for_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = lt.target("h100:2").devices()
+    mesh = jax.sharding.Mesh(np.array(devices), ("model",))
+    sharding = jax.NamedSharding(mesh, jax.P())
+    q, k, v = (jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16, sharding=sharding) for n in (2, 2, 2))
+    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32, sharding=sharding)
+    monkeypatch.setattr(_dispatch, "cudnn_version", lambda: 91400)
+
+    def fn(q: Any, k: Any, v: Any, ids: Any, implementation: Any) -> Any:
+        return lt.ops.attention(q, k, v, mask=AttentionMask(segment_ids=ids), implementation=implementation)
+
+    def lower(implementation: Any) -> str:
+        with jax.default_device(devices[0]):
+            traced = jax.jit(functools.partial(fn, implementation=implementation)).trace(q, k, v, ids)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "fmha" not in lower(None)  # blocks
+    with pytest.raises(ConfigError, match="cannot be sharded over the devices of this program"):
+        lower("cudnn")
 
 
 def test_the_case_of_a_comparison_is_exact_and_finds_errors(
@@ -274,7 +390,7 @@ def test_the_case_of_a_comparison_is_exact_and_finds_errors(
 def test_blocks_replace_a_kernel_that_is_wrong(stand_in: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (drawn(seed, 2, LENGTH, heads, 16) for seed, heads in enumerate((4, 2, 2)))
     mask = AttentionMask(segment_ids=jnp.asarray(SEGMENTS))
-    monkeypatch.setattr(_cudnn, "_is_present", lambda _: True)
+    monkeypatch.setattr(_cudnn, "local_gpu", lambda: jax.devices()[0])
     monkeypatch.setattr(_cudnn, "small_case_problem", lambda *_: "values differ by 80 %")
     _cudnn._compare_with_blocks.cache_clear()
     with pytest.warns(UserWarning, match=r"blocks .* replace cuDNN's kernel \(documents\)(.|\n)*80 %(.|\n)*hint: "):
@@ -311,6 +427,12 @@ def test_documents_of_one_length_are_rows() -> None:
     mask = AttentionMask(segment_ids=ids)
     text = jax.jit(lambda *args: lt.ops.attention(*args, mask=mask)).lower(q, k, v).as_text()
     assert "8x24x4x16" in text  # [B T / 24, 24, N, H]
+    assert lt.ops.attention(q[:0], k[:0], v[:0], mask=AttentionMask(segment_ids=ids[:0])).shape == (0, LENGTH, 4, 16)
+    # Rows of 24 tokens are too short for the kernel of TPUs, which computes rows of 96 with segments.
+    long = AttentionCase(platform="tpu", head_dim=64, num_queries=1024, num_keys=1024, segments="shared")
+    short = dataclasses.replace(long, num_queries=64, num_keys=64, segments="none")
+    assert not _attention._is_better(None, short, long) and not _attention._is_better("splash", short, long)
+    assert _attention._is_better(None, dataclasses.replace(long, segments="none"), long)
 
 
 # --- the lowering -----------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def test_one_that_is_asked_for_by_name_is_there_or_refused() -> None:
         named(*(jnp.ones((1, 128, 2, 64)) for _ in range(3)))
 
 
-def test_the_kernel_names_the_part_of_a_mask_that_it_lacks() -> None:
+def test_reasons_name_the_part_of_a_mask_that_the_kernel_lacks() -> None:
     def reason(**facts: Any) -> str:
         case = AttentionCase(platform="tpu", head_dim=64, num_queries=1024, num_keys=1024)
         return _splash.unsupported_reason(dataclasses.replace(case, **facts))

@@ -14,7 +14,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import tree_bytes
 from lowtide.memory import compile
-from lowtide.optim import _low_precision, low_precision
+from lowtide.optim import _low_precision, _packed, low_precision
 
 SHAPES = {"bias": (512,), "head": (512, 256), "layers": (3, 16, 512)}
 
@@ -41,8 +41,16 @@ def test_two_passes_equal_one(tx: Any, weights: Any, form: str, monkeypatch: pyt
     params = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
     tx = low_precision(tx, form, weights=weights)
     expected = train(tx, params)
+    formats: list[str] = []
+
+    def scales_of(x: Any, form: str) -> Any:
+        formats.append(form)
+        return _packed.scales_of(x, form)
+
+    monkeypatch.setattr(_low_precision, "scales_of", scales_of)  # of the first pass
     monkeypatch.setattr(_low_precision, "traced_device", lambda: types.SimpleNamespace(platform="gpu"))
     actual = train(tx, params)
+    assert set(formats) == {form}
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert leaf.dtype == other.dtype

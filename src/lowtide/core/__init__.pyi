@@ -19,6 +19,7 @@ from ._devices import check_host_slices as check_host_slices
 from ._devices import choose_low_tiles as choose_low_tiles
 from ._devices import has_tall_tiles as has_tall_tiles
 from ._devices import is_row_major as is_row_major
+from ._devices import local_gpu as local_gpu
 from ._devices import most_tile_rows as most_tile_rows
 from ._devices import slice_step as slice_step
 from ._devices import tile_axes as tile_axes

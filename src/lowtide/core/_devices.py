@@ -152,11 +152,11 @@ def check_host_slices() -> None:
     Raises:
         PlacementError: if the gradients of a small scan change when its residuals are kept in host memory.
     """
-    if (device := _local_gpu()) is not None:
+    if (device := local_gpu()) is not None:
         _check_gpu(device)
 
 
-def _local_gpu() -> Any | None:
+def local_gpu() -> Any | None:
     """Return a GPU of this process if the program is traced for GPUs that are present, else None."""
     device = traced_device()
     return jax.local_devices()[0] if device.platform == "gpu" and device in jax.devices() else None

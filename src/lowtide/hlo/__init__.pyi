@@ -10,6 +10,7 @@ from ._compile import place_arguments as place_arguments
 from ._compile import positions as positions
 from ._compile import read_dump as read_dump
 from ._copies import copy_options as copy_options
+from ._copies import options_of as options_of
 from ._executable import ArgumentLeaf as ArgumentLeaf
 from ._executable import aliased as aliased
 from ._executable import aliased_in as aliased_in

@@ -1,10 +1,9 @@
 """Compile options for GPU programs that copy between host and device.
 
-XLA's schedule for an H100 already has kernels between the start and the end of a copy (`benchmarks/host_copies.py`
-prints it), but in a profile of an H100 no copy ran during a kernel. Command buffers, which launch the kernels of a loop
-as one unit, are the likely cause: without them, and with the latency-hiding scheduler, another project measured 97 % of
-its copies to the host during kernels. XLA also counts host buffers as device memory when it decides what to recompute,
-unless an option says otherwise.
+XLA's schedule for an H100 has kernels between the start and the end of a copy (`benchmarks/host_copies.py`). In a
+profile of an H100, however, no copy ran during a kernel. Command buffers, which launch the kernels of a loop as one
+unit, are the likely cause. No GPU has confirmed that yet. By default, XLA also counts host buffers as device memory
+when it decides what to recompute.
 
 No option changes what is computed. XLA could also pipeline copies over iterations, but a model diverged with that
 option (openxla/xla issue 37979). `lowtide.core.hidden_in_groups` and `lowtide.offload.scan` reload one iteration ahead

@@ -72,6 +72,7 @@ PRIMITIVES: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
     "checkpoint": (Kind.REMAT, ("jaxpr",)),
     "custom_jvp_call": (Kind.CUSTOM_JVP, ("call_jaxpr",)),
     "custom_vjp_call": (Kind.CUSTOM_VJP, ("call_jaxpr",)),
+    "custom_vmap_call": (Kind.CALL, ("call",)),
     "cond": (Kind.BRANCH, ("branches",)),
     "scan": (Kind.SCAN, ("jaxpr",)),
     "while": (Kind.WHILE, ("cond_jaxpr", "body_jaxpr")),

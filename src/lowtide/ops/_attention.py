@@ -103,7 +103,7 @@ def attention(
 
             In a program for several TPUs, splash needs a known mesh that shards rows and heads: from a trainer,
             `jax.set_mesh` or `jax.shard_map` (``check_vma=False``). Without such a mesh, blocks replace splash, or
-            `ConfigError` is raised if splash was requested.
+            `ConfigError` is raised if splash was requested. The same holds for several GPUs and segments with cuDNN.
 
     Returns:
         Attention output [B, T, N, H], same dtype as `q`. A query that sees no key, such as padding, gets finite numbers
@@ -143,6 +143,7 @@ def attention(
     """
     check_arrays(q, k, v)
     check_mask(q, k, mask)
+    length = equal_document_length(mask, q.shape[1], k.shape[1])
     factor: Any = q.shape[-1] ** -0.5 if scale is None else scale
     check_scores(q.shape[2], factor, soft_cap, sinks)
     if isinstance(factor, jax.Array):  # it may be traced or learned, so it goes into the queries
@@ -154,26 +155,39 @@ def attention(
         start=_to_python_int(mask.first_query),
         segment_ids=_broadcast_segments(q.shape[0], mask.segments),
     )
-    _check_implementation(implementation, q, k, mask, scores)
     if not q.shape[0]:
+        _check_implementation(implementation, case_of(q, k, mask, scores))
         return q
-    shape, length = q.shape, equal_document_length(mask, q.shape[1], k.shape[1])
-    if length is not None and num_shards_along(CONTEXT) == 1:
+    shape = q.shape
+    if length is not None and traced_mesh() is None:
         # Documents of one length are rows of a larger batch, without segments.
-        q, k, v = (x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v))
-        mask = dataclasses.replace(mask, segment_ids=None)
+        q_rows, k_rows, v_rows = (x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v))
+        row_mask = dataclasses.replace(mask, segment_ids=None)
+        if _is_better(implementation, case_of(q_rows, k_rows, row_mask, scores), case_of(q, k, mask, scores)):
+            q, k, v, mask = q_rows, k_rows, v_rows, row_mask
+    _check_implementation(implementation, case_of(q, k, mask, scores))
     return _attend_over_context(implementation, q, k, v, mask, scores).reshape(shape)
 
 
-def _check_implementation(
-    implementation: Implementation | None, q: Array, k: Array, mask: AttentionMask, scores: ScoreOptions
-) -> None:
+def _is_better(implementation: Implementation | None, new: AttentionCase, old: AttentionCase) -> bool:
+    """Return whether a case has a kernel, or the other case has none; `implementation` is that of `attention`."""
+
+    def has_kernel(case: AttentionCase) -> bool:
+        if implementation is None:
+            return choose_attention(case).implementation in KERNELS
+        kernel = KERNELS.get(implementation)
+        return kernel is not None and not kernel.unsupported_reason(case)
+
+    return has_kernel(new) or not has_kernel(old)
+
+
+def _check_implementation(implementation: Implementation | None, case: AttentionCase) -> None:
     if implementation is None:
         return
     hint = "leave it out to use the best one for the target"
     check_choice("attention: implementation", implementation, typing.get_args(Implementation), hint=hint)
     kernel = KERNELS.get(implementation)
-    if kernel is not None and (reason := kernel.unsupported_reason(case_of(q, k, mask, scores))):
+    if kernel is not None and (reason := kernel.unsupported_reason(case)):
         problem = f"attention: {kernel.description} cannot compute this"
         hint = 'leave implementation out, or pass "blocks"'
         raise ConfigError(problem, expected=kernel.requirements, got=reason, hint=hint)
@@ -194,13 +208,15 @@ def _broadcast_segments(rows: int, segments: tuple[Array, Array] | None) -> tupl
 def equal_document_length(mask: AttentionMask, num_queries: int, num_keys: int) -> int | None:
     """Return the length of the documents if all have one length, and the segments are known; None otherwise.
 
-    Segments are known when the program is traced if they are an array outside of it, such as a constant.
+    Segments are known when the program is traced if they are a constant, such as an array of NumPy.
     """
     segments = mask.segments
     is_known = segments is not None and segments[0] is segments[1] and not isinstance(segments[0], Tracer)
     if segments is None or not is_known or num_queries != num_keys or not mask.first_query_is_first_key:
         return None
     ids_BT = np.asarray(segments[0])
+    if not ids_BT.size:
+        return None
     length = int(np.argmax(np.append(ids_BT[0] != ids_BT[0, 0], True)))  # of the first document
     if num_queries % length or length == num_queries:
         return None

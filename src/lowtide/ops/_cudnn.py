@@ -36,20 +36,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..core import ConfigError, traced_device
+from ..core import ConfigError, local_gpu, uniformly_varying
 from ..core._compat import CudnnOptions, cudnn_attention, cudnn_gradients, on_one_device
 from . import _blocks
 from ._blocks import Config, Passes, RuntimeMask
 from ._dispatch import AttentionCase, AttentionKernel, case_of
 from ._mesh import fold_rows, shard_over_mesh
-from ._options import AttentionMask, ScoreOptions
+from ._options import AttentionMask, ScoreOptions, dot_product_options
 
 Method = Literal["options", "documents", "mask array"]
 """How the kernel applies a mask."""
 
 # With a mask array [T, T], cuDNN computes all scores: at 32,768 tokens its step was slower than blocks.
 _LEAST_MASK_IN_BLOCKS = 16384
+_LEAST_QUERIES = 64
 _MOST_DOCUMENTS = 128
+_MOST_OFFSET = 2**31
+"""JAX computes offsets of documents, in elements of queries or keys, as int32."""
 
 
 class Kernel(NamedTuple):
@@ -64,6 +67,13 @@ class Kernel(NamedTuple):
     """The most documents of a row, M; 0 without documents."""
     blocks: Config
     """Settings of the blocks that may replace the kernel."""
+    is_required: bool = False
+    """Whether the caller requested the kernel, so that nothing may replace it in a program for several devices."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether JAX's public function computes the same, except for sinks."""
+        return self.method == "options" and self.windows is None and self.blocks.soft_cap is None
 
 
 class _Documents(NamedTuple):
@@ -102,13 +112,20 @@ def method_of(case: AttentionCase) -> tuple[Method | None, str]:
     if has_options and case.segments == "none":
         return "options", ""
     # Up to JAX 0.11.0, documents are wrong with grouped heads: offsets of keys have the stride of queries.
-    has_documents = is_hopper and (case.jax_version >= (0, 11, 1) or not case.is_grouped) and not case.has_soft_cap
+    has_documents = (
+        is_hopper
+        and not case.is_varying
+        and (case.jax_version >= (0, 11, 1) or not case.is_grouped)
+        and not case.has_soft_cap
+    )
     if has_options and has_documents and case.segments == "shared" and case.num_queries == case.num_keys:
         return "documents", ""
     if case.has_soft_cap:
         return None, "a soft cap with a mask array"
-    is_even = case.num_queries % 2 == 0 and case.num_keys % 2 == 0
-    return ("mask array", "") if is_even else (None, "a mask array with an odd number of tokens")
+    is_odd = case.num_queries % 2 or case.num_keys % 2
+    if is_odd and (case.has_sinks or case.starts_at_first_key):
+        return None, "a mask array of an odd size"  # cuDNN has no gradients for it
+    return "mask array", ""
 
 
 def unsupported_reason(case: AttentionCase) -> str:
@@ -117,7 +134,9 @@ def unsupported_reason(case: AttentionCase) -> str:
 
 
 def is_preferred(case: AttentionCase) -> bool:
-    """Return whether the kernel is faster than blocks for a case that it supports."""
+    """Return whether the kernel is faster than other implementations for a case that it supports."""
+    if case.num_queries < _LEAST_QUERIES:  # the scores are small; cuDNN was measured without the new features
+        return not (case.has_sinks or case.has_soft_cap or case.head_dim > 128)
     return method_of(case)[0] != "mask array" or case.num_queries < _LEAST_MASK_IN_BLOCKS
 
 
@@ -142,17 +161,24 @@ def attend_with_cudnn(
 ) -> Array:
     """Compute attention [B, T, N, H] with the kernel, for arguments without an `unsupported_reason`."""
     case = case_of(q_BTNH, k_BSKH, mask, scores)
+    if method_of(case)[0] == "mask array" and not (case.starts_at_first_key or case.has_sinks):
+        # A decoder with a cache: without gradients, cuDNN also takes mask arrays of odd sizes.
+        options = dot_product_options(mask, case.num_queries, case.num_keys)
+        arrays = q_BTNH, k_BSKH, v_BSKH
+        return jax.nn.dot_product_attention(*arrays, scale=scores.scale, implementation="cudnn", **options)
     kernel, runtime_mask = kernel_of(case, mask, scores, _blocks.block_size(q_BTNH.shape, k_BSKH.shape[1]))
-    is_plain = kernel.method == "options" and not (case.has_soft_cap or case.has_sinks or case.has_traced_window)
-    if not is_plain or case.head_dim > 128:
-        facts = (kernel, case.head_dim, case.dtype, case.is_grouped, case.has_sinks)
-        problem = _compare_with_blocks(traced_device(), *facts) if _is_present(traced_device()) else ""
+    kernel = kernel._replace(is_required=is_required)
+    device = None if kernel.is_plain and not case.has_sinks and case.head_dim <= 128 else local_gpu()
+    if device is not None:
+        facts = kernel._replace(is_required=False), case.head_dim, case.dtype, case.is_grouped, case.has_sinks
+        problem = _compare_with_blocks(device, *facts)
         if problem and is_required:
             hint = "leave implementation out to use blocks of XLA's operations"
             raise ConfigError(f"attention: cuDNN's kernel is wrong on this GPU: {problem}", hint=hint)
         if problem:
             return _blocks.attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, mask, scores)
-    return _blocks.attend(Passes(forward, gradients, kernel), q_BTNH, k_BSKH, v_BSKH, scores.sinks, runtime_mask)
+    arrays = uniformly_varying((q_BTNH, k_BSKH, v_BSKH, scores.sinks, runtime_mask))
+    return _blocks.attend(Passes(forward, gradients, kernel), *arrays)
 
 
 def kernel_of(
@@ -161,7 +187,8 @@ def kernel_of(
     """Return the settings of the kernel for a case, and the arrays of its mask."""
     method, start = method_of(case)[0], mask.first_query
     assert method is not None
-    windows: Any = (case.window,) if case.windows is None else case.windows
+    known_windows = case.windows if method != "mask array" else None
+    windows: Any = (case.window,) if known_windows is None else known_windows
     options = tuple(
         # A window of all keys hides none from a causal query.
         CudnnOptions(
@@ -176,7 +203,7 @@ def kernel_of(
     )
     num_documents = _num_documents(case.num_queries) if method == "documents" else 0
     blocks = Config(case.causal, case.window, scores.scale, scores.soft_cap, block_size)
-    return Kernel(method, options, case.windows, num_documents, blocks), runtime_mask
+    return Kernel(method, options, known_windows, num_documents, blocks), runtime_mask
 
 
 def forward(kernel: Kernel, *args: Any) -> tuple[Array, Array]:
@@ -184,16 +211,25 @@ def forward(kernel: Kernel, *args: Any) -> tuple[Array, Array]:
     return _run(kernel, _forward, _blocks.forward, args)
 
 
-def gradients(kernel: Kernel, *args: Any) -> Any:
+def gradients(kernel: Kernel, residuals: Any, dout_BTNH: Array) -> Any:
     """Return the gradients of queries, keys, values and sinks."""
-    return _run(kernel, _gradients, _blocks.gradients, args)
+    _, _, _, sinks_N, _, out_BTNH, lse_BNT = residuals
+    grads = _run(kernel, _gradients, lambda *args: tuple(_blocks.gradients(*args)[:3]), (residuals, dout_BTNH))
+    if sinks_N is None:
+        return *grads, None
+    delta_BNT = jnp.einsum("btnh,btnh->bnt", dout_BTNH, out_BTNH, preferred_element_type=jnp.float32)
+    return *grads, _blocks.sink_gradient(sinks_N, lse_BNT, delta_BNT)
 
 
 def _run(kernel: Kernel, kernel_pass: Callable[..., Any], blocks_pass: Callable[..., Any], args: Any) -> Any:
     kernel_fn, blocks_fn = functools.partial(kernel_pass, kernel), functools.partial(blocks_pass, kernel.blocks)
+    if not kernel.is_plain:
+        kernel_fn = fold_rows(kernel_fn)
     # JAX's rules shard the kernel with options or a mask array, but not the documents.
     if kernel.method == "documents":
-        kernel_fn = functools.partial(on_one_device, kernel_fn, blocks_fn, platform="cuda")
+        needed = "attention: cuDNN's kernel with documents cannot be sharded over the devices of this program"
+        options = {"platform": "cuda", "needed": needed if kernel.is_required else ""}
+        kernel_fn = functools.partial(on_one_device, kernel_fn, blocks_fn, **options)
     return shard_over_mesh(kernel_fn, blocks_fn, *args)
 
 
@@ -203,14 +239,13 @@ def _forward(
     documents = _documents_of(kernel, runtime_mask)
 
     def attend(options: CudnnOptions, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sinks_N: Array | None) -> Any:
-        arrays = q_BTNH, k_BSKH, v_BSKH
-        if documents is not None:
-            spans = documents.starts_BM, documents.lengths_BM
-            out_BTNH, stats = fold_rows(functools.partial(_attend_documents, options))(*arrays, *spans)
-            lse_BNT = _from_documents(stats, documents)
-        else:
+        if documents is None:
             mask = _mask_array(kernel, runtime_mask, q_BTNH, k_BSKH)
-            out_BTNH, lse_BNT = cudnn_attention(options, *arrays, mask)
+            out_BTNH, lse_BNT = cudnn_attention(options, q_BTNH, k_BSKH, v_BSKH, mask)
+        else:
+            spans = documents.starts_BM, documents.lengths_BM
+            out_BTNH, stats = cudnn_attention(options, q_BTNH, k_BSKH, v_BSKH, documents=spans)
+            lse_BNT = _from_documents(stats, documents)
         return add_sinks(out_BTNH, lse_BNT, sinks_N)
 
     def attend_in_blocks(q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
@@ -221,26 +256,24 @@ def _forward(
 
 
 def _gradients(kernel: Kernel, residuals: Any, dout_BTNH: Array) -> Any:
+    """Return the gradients of queries, keys and values."""
     *_, runtime_mask, _, _ = residuals
     documents = _documents_of(kernel, runtime_mask)
 
     def differentiate(options: CudnnOptions, residuals: Any, dout_BTNH: Array) -> Any:
-        *arrays, sinks_N, _, out_BTNH, lse_BNT = residuals
-        if documents is not None:
-            spans, stats = (documents.starts_BM, documents.lengths_BM), _to_documents(lse_BNT, documents)
-            fn = fold_rows(functools.partial(_document_gradients, options))
-            grads: Any = fn(*arrays, out_BTNH, stats, dout_BTNH, *spans)
-        else:
-            mask = _mask_array(kernel, runtime_mask, *arrays[:2])
-            grads = cudnn_gradients(options, tuple(arrays), (out_BTNH, lse_BNT), dout_BTNH, mask)
-        if sinks_N is None:
-            return *grads, None
-        delta_BNT = jnp.einsum("btnh,btnh->bnt", dout_BTNH, out_BTNH, preferred_element_type=jnp.float32)
-        return *grads, _blocks.sink_gradient(sinks_N, lse_BNT, delta_BNT)
+        q_BTNH, k_BSKH, v_BSKH, _, _, out_BTNH, lse_BNT = residuals
+        arrays = q_BTNH, k_BSKH, v_BSKH
+        if documents is None:
+            mask = _mask_array(kernel, runtime_mask, q_BTNH, k_BSKH)
+            return cudnn_gradients(options, arrays, (out_BTNH, lse_BNT), dout_BTNH, mask)
+        spans, stats = (documents.starts_BM, documents.lengths_BM), _to_documents(lse_BNT, documents)
+        return cudnn_gradients(options, arrays, (out_BTNH, stats), dout_BTNH, documents=spans)
+
+    def differentiate_blocks(residuals: Any, dout_BTNH: Array) -> Any:
+        return tuple(_blocks.gradients(kernel.blocks, residuals, dout_BTNH)[:3])
 
     branches = [functools.partial(differentiate, options) for options in kernel.options]
-    blocks = functools.partial(_blocks.gradients, kernel.blocks)
-    return _select(kernel, runtime_mask, documents, branches, blocks, residuals, dout_BTNH)
+    return _select(kernel, runtime_mask, documents, branches, differentiate_blocks, residuals, dout_BTNH)
 
 
 def _select(
@@ -254,6 +287,8 @@ def _select(
     """Run the kernel with the option that the running program needs, or blocks if the kernel was compiled for none."""
     if kernel.windows is None and documents is None:
         return branches[0](*args)
+    if documents is not None and max(leaf.size for leaf in jax.tree.leaves(args)) >= _MOST_OFFSET:
+        return blocks(*args)
     index, is_supported = jnp.int32(0), jnp.bool_(True)
     if kernel.windows is not None:
         is_window = jnp.asarray(kernel.windows, jnp.int32) == runtime_mask.window
@@ -261,24 +296,6 @@ def _select(
     if documents is not None:
         is_supported &= documents.is_supported
     return jax.lax.switch(jnp.where(is_supported, index, len(branches)), [*branches, blocks], *args)
-
-
-def _attend_documents(options: CudnnOptions, q: Array, k: Array, v: Array, starts: Array, lengths: Array) -> Any:
-    return cudnn_attention(options, q, k, v, documents=(starts, lengths))
-
-
-def _document_gradients(
-    options: CudnnOptions,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    stats: Array,
-    dout: Array,
-    starts: Array,
-    lengths: Array,
-) -> Any:
-    return cudnn_gradients(options, (q, k, v), (out, stats), dout, documents=(starts, lengths))
 
 
 def add_sinks(out_BTNH: Array, lse_BNT: Array, sinks_N: Array | None) -> tuple[Array, Array]:
@@ -291,7 +308,7 @@ def add_sinks(out_BTNH: Array, lse_BNT: Array, sinks_N: Array | None) -> tuple[A
 
 
 def _mask_array(kernel: Kernel, runtime_mask: RuntimeMask, q_BTNH: Array, k_BSKH: Array) -> Array | None:
-    """Return which keys each query sees, booleans [B or 1, 1, T, S]; None if the options say it."""
+    """Return which keys each query sees, booleans [B or 1, 1, T, S]; None if options or documents suffice."""
     if kernel.method != "mask array":
         return None
     segments: Any = runtime_mask.query_segments, runtime_mask.key_segments
@@ -348,14 +365,6 @@ def _to_documents(lse_BNT: Array, documents: _Documents) -> Array:
 
 
 # --- comparison with blocks -------------------------------------------------------------------------------------------
-
-
-def _is_present(device: Any) -> bool:
-    """Return whether a device is of this process, and no target of a compilation ahead of time."""
-    try:
-        return device in jax.local_devices(backend="gpu")
-    except RuntimeError:
-        return False
 
 
 _TOLERANCE = 0.03

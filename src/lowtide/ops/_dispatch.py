@@ -1,7 +1,7 @@
-"""Facts that decide which implementation computes attention, and the protocol of a kernel.
+"""Cases of attention, by which an implementation is selected, and the protocol of a kernel.
 
-Each kernel says for an `AttentionCase` why it does not support it. A case has no arrays, so a test or a report can ask
-for any device, cuDNN and JAX version.
+Each kernel has a function that returns the reason why it does not support an `AttentionCase`. A case has no arrays, so
+tests and reports may build cases for any device, cuDNN and JAX version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AttentionCase:
     """Whether several query heads share a key/value head."""
     causal: bool = True
     window: int | None = None
-    """Window that is known when the program is traced; None if there is none, or if it is traced."""
+    """Window that is known when the program is traced; None without a window, or if it is traced."""
     has_traced_window: bool = False
     windows: tuple[int, ...] | None = None
     """Values that a traced window can have, if they are known."""

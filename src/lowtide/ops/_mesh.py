@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import P
 
 from ..core import BATCH_AXES, traced_mesh
@@ -16,8 +16,8 @@ from ..core import BATCH_AXES, traced_mesh
 def shard_over_mesh(compute: Callable[..., Any], blocks_fn: Callable[..., Any], *args: Any) -> Any:
     """Run a pass of a kernel, once on each device if a known mesh shards rows and heads.
 
-    `blocks_fn` is the same pass of `_blocks`, which gives the shapes of the results. The number of axes of an argument
-    or result says what it is: sinks [N], segments [B, T], log-sum-exps [B, N, T], or tokens [B, T, N, H].
+    `blocks_fn` is the same pass of `_blocks`, which gives the shapes of the results. The rank of an argument or a
+    result selects its sharding: sinks [N], segments [B, T], log-sum-exps [B, N, T], or tokens [B, T, N, H].
     """
     arrays = jax.tree.leaves(args)
     mesh = traced_mesh()
@@ -59,20 +59,39 @@ def _mesh_axes(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tupl
 
 
 def fold_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `jax.vmap` of a function add its axis to the rows of the batch, the first axis of all arrays.
+    """Make `jax.vmap` of a pass add its axis to the rows of the batch, the first axis of arrays with two or more axes.
 
-    JAX's own rule for cuDNN's kernel does not support documents.
+    JAX's own rule for cuDNN's kernel supports neither documents nor every mask array. If an argument with fewer axes
+    is mapped, such as sinks or a traced window, the pass runs for one entry of the mapped axis after another.
     """
     mapped: Any = jax.custom_batching.custom_vmap(fn)
 
     @mapped.def_vmap
     def rule(axis_size: int, in_batched: Any, *args: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
-        def fold(leaf: Any, is_batched: bool) -> Any:
-            leaf = leaf if is_batched else jax.numpy.broadcast_to(leaf, (axis_size, *leaf.shape))
-            return leaf.reshape(-1, *leaf.shape[2:])
+        leaves, tree = jax.tree.flatten(args)
+        are_mapped = jax.tree.leaves(in_batched)
+        if any(leaf.ndim < 3 for leaf, is_mapped in zip(leaves, are_mapped, strict=True) if is_mapped):
+            stacked = [leaf for leaf, is_mapped in zip(leaves, are_mapped, strict=True) if is_mapped]
 
-        results = mapped(*jax.tree.map(fold, args, tuple(in_batched)))
-        results = jax.tree.map(lambda leaf: leaf.reshape(axis_size, -1, *leaf.shape[1:]), results)
+            def run(entries: list[Any]) -> Any:
+                entry = iter(entries)
+                pairs = zip(leaves, are_mapped, strict=True)
+                return mapped(*tree.unflatten([next(entry) if is_mapped else leaf for leaf, is_mapped in pairs]))
+
+            results = jax.lax.map(run, stacked)
+        else:
+            results = mapped(
+                *tree.unflatten([_fold(*pair, axis_size) for pair in zip(leaves, are_mapped, strict=True)])
+            )
+            results = jax.tree.map(lambda leaf: leaf.reshape(axis_size, -1, *leaf.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
-    return functools.wraps(fn)(mapped)
+    return mapped
+
+
+def _fold(leaf: Any, is_mapped: bool, axis_size: int) -> Any:
+    """Merge the mapped axis, which comes first, into the rows; arrays with fewer than two axes have no rows."""
+    if not is_mapped and leaf.ndim < 2:
+        return leaf
+    leaf = leaf if is_mapped else jnp.broadcast_to(leaf, (axis_size, *leaf.shape))
+    return leaf.reshape(-1, *leaf.shape[2:])

@@ -144,8 +144,8 @@ def check_mask(q: Array, k: Array, mask: Any) -> None:
         hint="leave window out to use all keys; use jax.vmap over rows whose windows differ",
     )
     _require(
-        mask.windows is None or (isinstance(mask.windows, tuple) and all(is_count(size, 1) for size in mask.windows)),
-        "windows must be a tuple of integers of at least 1",
+        mask.windows is None or (isinstance(mask.windows, tuple) and _are_sizes(mask.windows)),
+        "windows must be a tuple of one or more integers of at least 1",
         mask.windows,
         hint="list the values that a traced window can have, such as windows=(1024, 2**30)",
     )
@@ -232,6 +232,10 @@ def _is_position(value: Any, least: int) -> bool:
         is_integer = value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
         return is_integer and (isinstance(value, jax.Array) or int(value) >= least)
     return is_count(value, least) or jax.export.is_symbolic_dim(value)
+
+
+def _are_sizes(values: tuple[Any, ...]) -> bool:
+    return bool(values) and all(is_count(size, 1) for size in values)
 
 
 def _describe(value: Any) -> str:

@@ -38,6 +38,7 @@ from ..core import (
 )
 from ..core._compat import called
 from ..distributed import Processes, ShardingRules, abstract
+from ..hlo import options_of
 from ..memory import (
     Job,
     MemoryReport,
@@ -52,6 +53,7 @@ from ..memory import (
 from ..offload import state_shardings
 from ..pipeline import StageReport
 from ..planning import Plan, planned
+from ..targets import resolve_target
 from ._events import user_stacklevel
 from ._pipeline_step import PipelineStep
 from ._signals import delay_signals
@@ -285,7 +287,9 @@ class CompiledStep:
             lowered = self._jitted(step).lower(*self._arguments(batch))
             self._processes.agree_on_program(lowered)
             try:
-                program: Any = lowered.compile()
+                program: Any = lowered.compile(
+                    compiler_options=options_of(lowered, False, resolve_target(None)) or None
+                )
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
