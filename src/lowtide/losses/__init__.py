@@ -1,5 +1,12 @@
-"""Losses that avoid large intermediate arrays, such as the logits of all tokens."""
+"""Losses that avoid large intermediate arrays, such as the logits of all tokens, and losses of preferences."""
 
 from ._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+from ._log_probs import chunked_log_probs as chunked_log_probs
+from ._preferences import cpo as cpo
+from ._preferences import dpo as dpo
+from ._preferences import kto as kto
+from ._preferences import orpo as orpo
+from ._preferences import reward as reward
+from ._preferences import simpo as simpo
 
-__all__ = ["chunked_cross_entropy"]
+__all__ = ["chunked_cross_entropy", "chunked_log_probs", "cpo", "dpo", "kto", "orpo", "reward", "simpo"]

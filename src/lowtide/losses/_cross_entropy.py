@@ -112,7 +112,7 @@ def chunked_cross_entropy(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
         Chowdhery et al., "PaLM", arXiv:2204.02311, section 5 (`z_loss`).
     """
-    _check_arrays(h, head, labels)
+    check_arrays(h, head, labels)
     hint = "if no position is ignored, pass an integer that is not a label"
     check_integer("ignore_index", ignore_index, -_MOST_INDEX - 1, _MOST_INDEX, hint=hint)
     check_choice("reduction", reduction, ("mean", "sum"))
@@ -121,12 +121,8 @@ def chunked_cross_entropy(
     check_number("z_loss", z_loss, least=0, hint="use 0 to add nothing; 1e-4 is common")
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, hint="leave it out to choose it by the size of the vocabulary")
-    else:
-        chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
-    num_sequences = max(1, labels.size // labels.shape[-1])
     parts = num_token_shards(labels.shape[-1], (h, labels))
-    # `chunk_size` counts tokens of all sequences and devices, `chunk` positions of one device's part of a sequence.
-    chunk = min(labels.shape[-1] // parts, max(1, chunk_size // (num_sequences * parts)))
+    chunk = chunk_length(h, head, labels, chunk_size, parts)
     if isinstance(head, RunningGradient):
         chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
     options = _Options(chunk, ignore_index, soft_cap, float(z_loss))
@@ -149,6 +145,17 @@ def chunked_cross_entropy(
     if reduction == "sum":
         return total
     return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(jnp.float32)
+
+
+def chunk_length(h: Array, head: Any, labels: Array, chunk_size: int | None, parts: int) -> int:
+    """Return the positions of a chunk in one of `parts` equal parts of each sequence.
+
+    `chunk_size` counts tokens of all sequences and parts; None chooses it by the size of the vocabulary.
+    """
+    if chunk_size is None:
+        chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
+    num_sequences = max(1, labels.size // labels.shape[-1])
+    return min(labels.shape[-1] // parts, max(1, chunk_size // (num_sequences * parts)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -248,15 +255,29 @@ def _sum_of_chunks(options: _Options, h: Array, head: Any, labels: Array) -> Arr
 
 
 def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) -> Array:
+    labels_BC = _widen(labels_BC)
+    log_probs_BC, partition_BC, vocabulary = _chunk_terms(h_BCD, head, labels_BC, options.soft_cap)
+    loss_BC = -log_probs_BC
+    if options.z_loss:
+        loss_BC = loss_BC + options.z_loss * jnp.square(partition_BC)
+    return jnp.sum(_masked(loss_BC, labels_BC, options.ignore_index, vocabulary))
+
+
+def chunk_log_probs(h_BCD: Array, head: Any, labels_BC: Array, *, ignore_index: int, soft_cap: float | None) -> Array:
+    """Return the log-probabilities of the labels of one chunk; 0 where a label is ignored."""
+    labels_BC = _widen(labels_BC)
+    log_probs_BC, _, vocabulary = _chunk_terms(h_BCD, head, labels_BC, soft_cap)
+    return _masked(log_probs_BC, labels_BC, ignore_index, vocabulary)
+
+
+def _chunk_terms(h_BCD: Array, head: Any, labels_BC: Array, soft_cap: float | None) -> tuple[Array, Array, int]:
+    """Return the log-probability of each label, the log of the sum of exponentials, and the size of the vocabulary."""
     if isinstance(head, LinearWeight):
         logits_BCV = linear(h_BCD, head).astype(jnp.float32)
     else:
         logits_BCV = _logits(h_BCD, head.astype(h_BCD.dtype))
-    if options.soft_cap is not None:
-        logits_BCV = options.soft_cap * jnp.tanh(logits_BCV / options.soft_cap)
-    keep_BC = labels_BC != options.ignore_index
-    if labels_BC.dtype.itemsize < 4:  # too narrow, perhaps, for the indices of all classes
-        labels_BC = labels_BC.astype(jnp.int32)
+    if soft_cap is not None:
+        logits_BCV = soft_cap * jnp.tanh(logits_BCV / soft_cap)
     # Not a lookup, whose gradient would be scattered into a float32 array of the logits' size.
     vocabulary = logits_BCV.shape[-1]
     is_gold_BCV = (
@@ -264,12 +285,20 @@ def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) ->
     )
     gold_BC = jnp.sum(jnp.where(is_gold_BCV, logits_BCV, 0.0), axis=-1)
     partition_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-    loss_BC = partition_BC - gold_BC
-    if options.z_loss:
-        loss_BC = loss_BC + options.z_loss * jnp.square(partition_BC)
+    return gold_BC - partition_BC, partition_BC, vocabulary
+
+
+def _widen(labels_BC: Array) -> Array:
+    """Convert labels whose dtype may be too narrow for the indices of all classes."""
+    return labels_BC.astype(jnp.int32) if labels_BC.dtype.itemsize < 4 else labels_BC
+
+
+def _masked(values_BC: Array, labels_BC: Array, ignore_index: int, vocabulary: int) -> Array:
+    """Return 0 where a label is ignored, and NaN where it is no class."""
+    keep_BC = labels_BC != ignore_index
     # Multiply by NaN instead of selecting it, so that gradients are NaN, too.
     is_class_BC = (labels_BC >= 0) & (labels_BC < vocabulary)
-    return jnp.sum(jnp.where(keep_BC, loss_BC, 0.0) * jnp.where(keep_BC & ~is_class_BC, jnp.nan, 1.0))
+    return jnp.where(keep_BC, values_BC, 0.0) * jnp.where(keep_BC & ~is_class_BC, jnp.nan, 1.0)
 
 
 @jax.custom_vjp
@@ -331,7 +360,7 @@ def _vocabulary(h: Array, head: Any) -> int:
     return jax.eval_shape(lambda token: linear(token, head), token).shape[-1]
 
 
-def _check_arrays(h: Any, head: Any, labels: Any) -> None:
+def check_arrays(h: Any, head: Any, labels: Any) -> None:
     is_array = not isinstance(head, LinearWeight)
     for name, array in {"h": h, "labels": labels, **({"head": head} if is_array else {})}.items():
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
