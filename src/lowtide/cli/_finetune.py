@@ -191,7 +191,7 @@ def _finetune(
     if losses := job.eval_losses():
         (_, first), (_, last) = losses[0], losses[-1]
         last = last if best is None else dict(losses).get(best, last)
-        console.print(f"Held-out loss {first:.4f} → {last:.4f} nats/token ({(last - first) / first:+.1%}).")
+        console.print(f"Held-out loss {first:.4f} → {last:.4f} {config.loss_unit} ({(last - first) / first:+.1%}).")
     console.print(f"{'Model' if config.full else 'Adapter'}, metrics and memory table are in {out}", soft_wrap=True)
     if page is not None:
         console.print(f"The page of the run is {page}", soft_wrap=True)
@@ -276,6 +276,11 @@ def _program() -> str:
     return "lowtide" if shutil.which("lowtide") == sys.argv[0] else sys.argv[0]
 
 
+def _accuracy(share: float | None) -> str:
+    """Format the share of pairs whose preferred answer has the higher reward; empty without preferences."""
+    return "" if share is None else f"  accuracy {share:.1%}"
+
+
 def _train(console: Console, job: Any, table: Any, interrupted: threading.Event) -> None:
     from ..train import LossLines
 
@@ -290,11 +295,14 @@ def _train(console: Console, job: Any, table: Any, interrupted: threading.Event)
             if interrupted.is_set() and sys.exception() is None:
                 raise KeyboardInterrupt
             if "eval_loss" in record:
-                console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}")
+                accuracy = _accuracy(record.get("eval_rewards/accuracies"))
+                console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}{accuracy}")
             else:
                 rate = tokens / record["seconds"]
                 if not console.is_terminal and lines.is_due(record["step"]):
-                    console.print(f"  step {record['step']:>5}  loss {record['loss']:.4f}  {rate:,.0f} tokens/s")
+                    accuracy = _accuracy(record.get("rewards/accuracies"))
+                    line = f"  step {record['step']:>5}  loss {record['loss']:.4f}{accuracy}  {rate:,.0f} tokens/s"
+                    console.print(line)
                 text = f"training  loss {record['loss']:.3f}  {rate:,.0f} tokens/s{host}"
                 progress.update(task, completed=record["step"], description=text)
 

@@ -92,6 +92,15 @@ class FinetuneConfig:
     """A file with a Jinja chat template; by default the model's template."""
     loss_on: Literal["completion", "all"] = "completion"
     """Tokens of records that count in the loss: completion (the assistant's turns, completions and outputs) or all."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """What the run minimises. sft: supervised tuning. dpo: preference tuning on pairs of a chosen and a rejected
+    answer; the reference is the model without adapters."""
+    beta: Positive = 0.1
+    """Strength of the preference in dpo, relative to the distance from the reference."""
+    preference_loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    """Variant of dpo: sigmoid, hinge (SLiC), ipo (squared distance, per token) or robust (for wrong labels)."""
+    label_smoothing: Share = 0.0
+    """Share of pairs whose labels are wrong, for the preference losses sigmoid and robust; below 0.5."""
     packing: Literal["auto", "best-fit", "none", "contiguous"] = "auto"
     """How documents are arranged in rows of seq_len tokens. best-fit: several whole documents a row, without attention
     between them; none: one document a row; contiguous: windows over one stream of text; auto: contiguous for plain
@@ -242,6 +251,11 @@ class FinetuneConfig:
             from .data import parse_columns
 
             parse_columns(self.columns)
+
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the loss: nats per token, or per pair of a preference."""
+        return "nats/token" if self.objective == "sft" else "nats/pair"
 
     @property
     def is_packed(self) -> bool:
@@ -407,6 +421,34 @@ def _check_combination(config: FinetuneConfig) -> None:
     if config.full:
         _refuse_with_full([name for name in _ADAPTER_FIELDS if name in changed])
     _refuse_training_settings(config, changed)
+    _refuse_for_objective(config, changed)
+
+
+def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
+    """Raise ConfigError for settings of another objective, and for settings that contradict the objective."""
+    if config.objective == "sft":
+        if names := [name for name in _PREFERENCE_FIELDS if name in changed]:
+            hint = f"leave {names[0]} out, or tune with --objective dpo"
+            raise ConfigError(f"{names[0]} applies only to preference tuning", hint=hint)
+        return
+    refused = {
+        "full": "the reference is the model without adapters",
+        "loss_on": "only answers are compared",
+        "modules_to_save": "the reference would have trained modules",
+    }
+    for name, reason in refused.items():
+        if name in changed:
+            _refuse_both("objective", name, f"in {config.objective}, {reason}")
+    if config.packing == "contiguous" or config.too_long == "split":
+        name = "packing" if config.packing == "contiguous" else "too_long"
+        _refuse_both("objective", name, "a pair is two whole documents in one row")
+    if config.data is None:
+        hint = "name a file of records with prompt, chosen and rejected: --data pairs.jsonl"
+        raise ConfigError(f"objective {config.objective} needs data: the built-in corpus has no preferences", hint=hint)
+    if config.label_smoothing >= 0.5:
+        raise _out_of_range("label_smoothing", config.label_smoothing, "a share below 0.5")
+    if config.label_smoothing and config.preference_loss not in ("sigmoid", "robust"):
+        _refuse_both("label_smoothing", "preference_loss", f"{config.preference_loss} has no smoothing")
 
 
 def _refuse_contradictions(config: FinetuneConfig, changed: set[str]) -> None:
@@ -478,7 +520,12 @@ def _refuse_with_full(names: list[str]) -> None:
         raise ConfigError(f"{names[0]} is a setting of adapters, and full tunes all parameters without one", hint=hint)
 
 
+_PREFERENCE_FIELDS = ("beta", "preference_loss", "label_smoothing")
 _SYNONYMS = {
+    "objective": "stage training_type rl rlhf trainer_type",
+    "beta": "pref_beta dpo_beta rl_beta",
+    "preference_loss": "loss_type pref_loss dpo_loss",
+    "label_smoothing": "dpo_label_smoothing label_smoothing_factor",
     "model": "model_name model_name_or_path pretrained_model_name_or_path base_model checkpoint_dir",
     "tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
     "data": "dataset datasets dataset_name dataset_path train_file train_data",

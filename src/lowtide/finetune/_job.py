@@ -29,7 +29,7 @@ from ..planning import Memory, Remat
 from ..targets import resolve_target
 from ._base import directory_of, dtypes, formats, open_base, refuse_for_model, training_dtype, with_implementation
 from ._config import LORA_VARIANTS, FinetuneConfig, config_from_dict, with_seq_len
-from .data._pack import IGNORE
+from .objectives import OBJECTIVES, num_targets
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -109,7 +109,7 @@ class JobPlan:
     @property
     def loss_fn(self) -> Callable[..., Any]:
         """The loss function of the step; with dropout it also takes a random key."""
-        loss_fn, rate = _plain_loss(self.config), self.config.lora_dropout
+        loss_fn, rate = _objective_loss(self.config), self.config.lora_dropout
         return partial(_loss_with_dropout, loss_fn, rate) if rate else loss_fn
 
     @property
@@ -130,7 +130,8 @@ class JobPlan:
         if config.full:
             args = (*tx.init(self.base.outer, self.base.layers), batch)
             return Job(fn=tx, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
-        options: dict[str, Any] = {"num_microbatches": config.num_microbatches, "weight": num_targets}
+        weight = OBJECTIVES[config.objective].weight
+        options: dict[str, Any] = {"num_microbatches": config.num_microbatches, "weight": weight}
         return train.step_job(self.model, self.loss_fn, tx, WRT, batch, drops_updates=drops_updates, **options)
 
     def saved_bytes(self) -> int | None:
@@ -168,11 +169,6 @@ def load_base(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[m
         attention=config.attention,
         tile_tokens=config.tile_tokens,
     )
-
-
-def num_targets(batch: Tree) -> Any:
-    """Count the tokens that have a label; this count is the weight of a microbatch."""
-    return jnp.sum(batch["labels"] != IGNORE)
 
 
 def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
@@ -215,7 +211,8 @@ def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) 
         for index in range(config.num_microbatches)
     ]
     key = jax.random.key(config.seed)
-    loss_fn = _plain_loss(dataclasses.replace(config, layers_per_remat=1))  # EVA runs no backward pass
+    # EVA runs no backward pass, and reads the inputs of supervised tuning.
+    loss_fn = _objective_loss(dataclasses.replace(config, layers_per_remat=1, objective="sft"))
     return lora.eva(base, _lora_config(config), loss_fn, microbatches, key=key, has_aux=True)
 
 
@@ -231,8 +228,20 @@ def _lora_config(config: FinetuneConfig) -> lora.Config:
     )
 
 
-def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
-    return partial(loss, remat=config.remat, layers_per_remat=config.layers_per_remat, inputs=inputs_place(config))
+def _objective_loss(config: FinetuneConfig) -> Callable[..., Any]:
+    """Return the loss of the objective, with layers that run as the settings say."""
+    inputs, objective = inputs_place(config), OBJECTIVES[config.objective]
+    is_recomputed = config.remat or inputs == "host"
+    remat = Remat(layer_inputs=inputs, layers_per_remat=config.layers_per_remat) if is_recomputed else None
+
+    def hidden_of(model: models.Decoder, batch: Tree) -> Any:
+        return _hidden(model, _on_device(model.outer), batch, remat)
+
+    def loss_fn(model: models.Decoder, batch: Tree) -> tuple[Any, Tree]:
+        model = dataclasses.replace(model, outer=_on_device(model.outer))
+        return objective.loss(model, batch, hidden_of, config)
+
+    return loss_fn
 
 
 def _loss_with_dropout(

@@ -375,8 +375,12 @@ def _charts(config: FinetuneConfig, records: Sequence[Mapping[str, Any]]) -> lis
         return [(record["step"], _value(record, name)) for record in records if name in record]
 
     speed, note = _clip_peaks([(step, tokens / seconds if seconds else None) for step, seconds in curve("seconds")])
+    unit = config.loss_unit.replace("/", " per ")
+    accuracy = {"training": curve("rewards/accuracies"), "held out": curve("eval_rewards/accuracies")}
+    preference = [Chart(title="Share of pairs ranked as preferred", curves=accuracy)] if accuracy["training"] else []
     return [
-        Chart(title="Loss, nats per token", curves={"training": curve("loss"), "held out": curve("eval_loss")}),
+        Chart(title=f"Loss, {unit}", curves={"training": curve("loss"), "held out": curve("eval_loss")}),
+        *preference,
         Chart(title="Learning rate", curves={"learning rate": curve("learning_rate")}),
         Chart(title="Norm of the gradients, before clipping", curves={"norm": curve("grad_norm")}),
         Chart(title=f"Tokens per second{note}", curves={"tokens per second": speed}),

@@ -34,6 +34,7 @@ def dpo(
     variant: PairVariant = "sigmoid",
     label_smoothing: float = 0.0,
     lengths: tuple[Any, Any] | None = None,
+    weights: Float[Array, "B"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Compute the loss of direct preference optimization, and its variants.
 
@@ -48,6 +49,7 @@ def dpo(
             ``1 / (2 beta)``), or ``robust`` (DPO without the bias of wrong labels).
         label_smoothing: share of pairs whose labels are wrong, below 0.5; for ``sigmoid`` and ``robust``.
         lengths: numbers of tokens of preferred and other answers, two arrays [B]; needed for ``ipo``.
+        weights: weights of the pairs in all means; 0 leaves a pair out. None: all pairs have one weight.
 
     Returns:
         The mean loss, and the metrics ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``,
@@ -89,7 +91,8 @@ def dpo(
         losses = jnp.square(first - second - 1 / (2 * beta))
     else:
         losses = _pair_losses(beta * margin, label_smoothing, is_robust=variant == "robust")
-    return jnp.mean(losses), _pair_metrics(chosen, rejected, beta * ratios[0], beta * ratios[1])
+    metrics = _pair_metrics(chosen, rejected, beta * ratios[0], beta * ratios[1], weights)
+    return _mean(losses, weights), metrics
 
 
 def orpo(
@@ -318,19 +321,30 @@ def _log1mexp(x: Array) -> Array:
     return jnp.where(is_near, near, jnp.log1p(-jnp.exp(jnp.where(is_near, -1.0, x))))
 
 
-def _pair_metrics(chosen: Array, rejected: Array, chosen_reward: Array, rejected_reward: Array) -> Metrics:
-    metrics = _reward_metrics(chosen_reward, rejected_reward)
-    log_probs = {"logps/chosen": jnp.mean(chosen), "logps/rejected": jnp.mean(rejected)}
+def _mean(values: Array, weights: Array | None) -> Array:
+    """Return the weighted mean; 0 if all weights are 0."""
+    if weights is None:
+        return jnp.mean(values)
+    # A pair without weight may have any values, also NaN.
+    total = jnp.sum(jnp.where(weights == 0, 0.0, values * weights))
+    return total / jnp.where(jnp.sum(weights) == 0, 1.0, jnp.sum(weights))
+
+
+def _pair_metrics(
+    chosen: Array, rejected: Array, chosen_reward: Array, rejected_reward: Array, weights: Array | None = None
+) -> Metrics:
+    metrics = _reward_metrics(chosen_reward, rejected_reward, weights)
+    log_probs = {"logps/chosen": _mean(chosen, weights), "logps/rejected": _mean(rejected, weights)}
     return metrics | {name: jax.lax.stop_gradient(value) for name, value in log_probs.items()}
 
 
-def _reward_metrics(chosen: Array, rejected: Array) -> Metrics:
+def _reward_metrics(chosen: Array, rejected: Array, weights: Array | None = None) -> Metrics:
     chosen, rejected = jax.lax.stop_gradient((chosen, rejected))
     return {
-        "rewards/chosen": jnp.mean(chosen),
-        "rewards/rejected": jnp.mean(rejected),
-        "rewards/margins": jnp.mean(chosen - rejected),
-        "rewards/accuracies": jnp.mean((chosen > rejected).astype(jnp.float32)),
+        "rewards/chosen": _mean(chosen, weights),
+        "rewards/rejected": _mean(rejected, weights),
+        "rewards/margins": _mean(chosen - rejected, weights),
+        "rewards/accuracies": _mean((chosen > rejected).astype(jnp.float32), weights),
     }
 
 

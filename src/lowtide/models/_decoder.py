@@ -37,7 +37,7 @@ from ..core import (
     num_layers,
     rows,
 )
-from ..losses import chunked_cross_entropy
+from ..losses import chunked_cross_entropy, chunked_log_probs
 from ..ops import AttentionMask, Implementation, attention, tiled_map
 from ._config import NO_WINDOW, DecoderConfig
 from ._experts import balance_loss, mixture
@@ -104,6 +104,16 @@ class Decoder:
         if self.tile_tokens is not None:
             check_integer("tile_tokens of a decoder", self.tile_tokens, hint=hint)
         return stack_of(self.config, self.compute_dtype, self.attention, self.tile_tokens)
+
+    def log_probs(self, h: Any, labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """Return the log-probability of each label, and 0 for a label of -100, as `lowtide.losses.chunked_log_probs`.
+
+        Args:
+            h: the last layer's output, as `LayerStack.hidden` of `stack` returns it.
+            labels: the token after each position.
+        """
+        h_BTD = rms_norm(activations(h), self.outer["norm"]["weight"], self.config)
+        return chunked_log_probs(h_BTD, _head_weight(self.outer), labels, soft_cap=self.config.final_soft_cap)
 
     def external_name(self, path: str) -> str:
         """Return the Hugging Face name of a module, with ``{layer}`` for the index of a stacked layer.

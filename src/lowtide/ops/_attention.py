@@ -119,7 +119,8 @@ def attention(
     Memory:
         cuDNN: the residuals and names of blocks. With segments, one float32 array [B M, N, T] in each pass, where M
             documents a row are T / 256, at least 8 and at most 128. Rows with more documents, and documents that are
-            not contiguous, are computed in blocks. With a mask array, [B or 1, 1, T, S] in half precision.
+            not contiguous, are computed in blocks. The program holds the memory of the blocks in any case, also for
+            windows that are not among `AttentionMask.windows`. With a mask array, [B or 1, 1, T, S] in half precision.
         Blocks: the float32 scores of one block. They take at most 64 MiB on a device (8 MiB on a CPU), unless the
             smallest block, 128 x 128, needs more. Residuals are `q`, `k`, `v`, the output and the log-sum-exps
             [B, N, T]. The checkpoint names of output and log-sum-exps are ``attn_out`` and ``attn_lse``. The backward
@@ -159,7 +160,7 @@ def attention(
         _check_implementation(implementation, case_of(q, k, mask, scores))
         return q
     shape = q.shape
-    if length is not None and traced_mesh() is None:
+    if length is not None and traced_mesh() is None and not jax.typeof(q).sharding.mesh.explicit_axes:
         # Documents of one length are rows of a larger batch, without segments.
         q_rows, k_rows, v_rows = (x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v))
         row_mask = dataclasses.replace(mask, segment_ids=None)
@@ -292,7 +293,7 @@ def choose_attention(case: AttentionCase) -> AttentionChoice:
         problem = kernel.unsupported_reason(case)
         if not problem and kernel.is_preferred(case):
             return AttentionChoice(name, kernel.describe(case))
-        reason = f"{IMPLEMENTATIONS[name]}: {problem or f'slower for {case.num_queries} queries'}"
+        reason = f"not {IMPLEMENTATIONS[name]}: {problem or f'a mask array for {case.num_queries} queries is slower'}"
     return AttentionChoice("xla" if case.num_queries < _LEAST_IN_BLOCKS else "blocks", reason)
 
 

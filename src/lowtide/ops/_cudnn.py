@@ -94,16 +94,19 @@ def method_of(case: AttentionCase) -> tuple[Method | None, str]:
     """Return how the kernel applies the mask of a case, or None and the reason why it does not support the case."""
     capability = case.capability or (0, 0)
     is_hopper = capability >= (9, 0)
+    is_old = case.capability is not None and capability < (8, 0)
     reasons = {
-        f"a device of kind {case.device}": case.platform != "gpu" or capability < (8, 0),
+        f"compute capability {'.'.join(map(str, capability))}, below 8.0": is_old,
+        f"a device of kind {case.device}": case.platform != "gpu" or case.capability is None,
         case.dtype: case.dtype not in ("bfloat16", "float16"),
         f"heads of {case.head_dim}": case.head_dim % 8 != 0 or case.head_dim > (256 if is_hopper else 128),
         # A program for an absent GPU may be compiled without cuDNN. Blocks of XLA's operations then replace the kernel,
         # and a report counts their bytes.
         "no cuDNN in this process": not case.cudnn_version,
         "compute capability 10.3 with cuDNN before 9.11": capability == (10, 3) and case.cudnn_version < 91100,
-        "a soft cap without JAX 0.12, cuDNN 9.13 and compute capability 9.0": case.has_soft_cap
-        and (case.jax_version < (0, 12) or case.cudnn_version < 91300 or not is_hopper),
+        "a soft cap before JAX 0.12": case.has_soft_cap and case.jax_version < (0, 12),
+        "a soft cap before cuDNN 9.13": case.has_soft_cap and case.cudnn_version < 91300,
+        "a soft cap before compute capability 9.0": case.has_soft_cap and not is_hopper,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), ""):
         return None, reason

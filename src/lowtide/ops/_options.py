@@ -145,7 +145,7 @@ def check_mask(q: Array, k: Array, mask: Any) -> None:
     )
     _require(
         mask.windows is None or (isinstance(mask.windows, tuple) and _are_sizes(mask.windows)),
-        "windows must be a tuple of one or more integers of at least 1",
+        "windows must be a tuple of one or more integers from 1 to 2**31 - 1",
         mask.windows,
         hint="list the values that a traced window can have, such as windows=(1024, 2**30)",
     )
@@ -235,7 +235,7 @@ def _is_position(value: Any, least: int) -> bool:
 
 
 def _are_sizes(values: tuple[Any, ...]) -> bool:
-    return bool(values) and all(is_count(size, 1) for size in values)
+    return bool(values) and all(is_count(size, 1) and size < 2**31 for size in values)
 
 
 def _describe(value: Any) -> str:

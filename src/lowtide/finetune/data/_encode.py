@@ -371,6 +371,8 @@ class Store:
     """Index of the first token of each document, then N, int64 [D + 1]."""
     kind: str
     """Kind of the records, as in `Example`."""
+    group: int = 1
+    """Number of documents of a record: 2 for preferences, the preferred answer first, else 1."""
     num_blank: int
     """Number of blank records, which were skipped."""
     digest: str
@@ -473,7 +475,7 @@ def _write_store(
     is_path = isinstance(source, Path)
     records = read_records(source, columns) if is_path else text_examples(name_documents(source))
     digest = hashlib.sha256()
-    kind, num_blank, count, end = "", 0, 0, 0
+    kind, group, num_blank, count, end = "", 1, 0, 0, 0
     batch: list[Example] = []
     unread: set[str] = set()
     with (
@@ -502,7 +504,10 @@ def _write_store(
             kind = example.kind
             unread.update(example.unread, encoder.unread_in(example))
             batch.append(example)
-            if len(batch) == _BATCH_RECORDS:
+            if example.rejected is not None:
+                group = 2
+                batch.append(example.rejected)
+            if len(batch) >= _BATCH_RECORDS:
                 flush()
         flush()
         for file in (tokens, learned, ends):
@@ -511,7 +516,13 @@ def _write_store(
     if not end:
         problem = f"all {count} records are blank" if count else "there are no records"
         raise DataError(f"{source if is_path else 'text'}: {problem}", hint="check --data and --columns")
-    metadata: dict[str, Any] = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
+    metadata: dict[str, Any] = {
+        "kind": kind,
+        "group": group,
+        "num_blank": num_blank,
+        "digest": digest.hexdigest(),
+        "num_tokens": end,
+    }
     metadata["unread"] = sorted(unread)[:_MOST_UNREAD]
     (folder / _METADATA).write_text(json.dumps(metadata))
 
@@ -542,7 +553,7 @@ def _map_store(folder: Path) -> Store:
             learned=learned,
             offsets=np.concatenate([np.zeros(1, np.int64), ends]),
             unread=tuple(map(str, metadata["unread"])),
-            **{name: metadata[name] for name in ("kind", "num_blank", "digest")},
+            **{name: metadata[name] for name in ("kind", "group", "num_blank", "digest")},
         )
     except (OSError, ValueError, LookupError) as error:
         hint = "delete this folder; the next run writes it again"

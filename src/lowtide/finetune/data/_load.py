@@ -19,10 +19,12 @@ from tokenizers import Tokenizer
 
 from ...core import ConfigError, DataError, check_integer, check_number, shown
 from .._config import FinetuneConfig, flag_of, with_seq_len
+from ..objectives import OBJECTIVES
 from . import _formats
 from ._chat import ChatTemplate, load_chat_template
 from ._encode import (
     LongEncoding,
+    Store,
     check_ids,
     encode,
     encode_pieces,
@@ -89,17 +91,30 @@ def load_data(
     encode_options |= {"columns": parse_columns(config.columns), "loss_on": config.loss_on}
     store = open_store(source, tokenizer, dated_template, **encode_options)
     eval_store = store if eval_source is None else open_store(eval_source, tokenizer, dated_template, **encode_options)
+    _check_group(store, config)
     data = pack_stores(
         store,
         eval_store,
         tokenizer,
         dated_template,
-        seq_len=with_seq_len(config, context, int(store.lengths.max(initial=1))).seq_len,
+        seq_len=with_seq_len(config, context, int(store.lengths.max(initial=1)) * store.group).seq_len,
         packing="best-fit" if config.packing == "auto" else config.packing,
         too_long=config.too_long,
         **batch_options,
     )
     return _with_notes(data, config, template)
+
+
+def _check_group(store: Store, config: FinetuneConfig) -> None:
+    """Raise DataError if the records do not fit the objective."""
+    group = OBJECTIVES[config.objective].group
+    if store.group == 2 and group == 1:
+        hint = "tune on preferences with --objective dpo, or on the chosen answers: --columns prompt=prompt,"
+        raise DataError("the records have chosen and rejected answers", hint=f"{hint}completion=chosen")
+    if store.group == 1 and group == 2:
+        expected, hint = "records with prompt, chosen and rejected", "leave --objective out for supervised tuning"
+        problem = f"the records have one answer, but {config.objective} compares two"
+        raise DataError(problem, expected=expected, got=store.kind, hint=hint)
 
 
 def _with_notes(data: TextData, config: FinetuneConfig, template: ChatTemplate | None = None) -> TextData:

@@ -73,6 +73,15 @@ class _Prompt(_StrictModel):
     tools: list[dict[str, Any]] | None = None
 
 
+class _Preference(_StrictModel):
+    """Two answers to one prompt; each answer is checked with the prompt as `_Prompt`."""
+
+    chosen: Any
+    rejected: Any
+    prompt: Any = None
+    tools: list[dict[str, Any]] | None = None
+
+
 class _Alpaca(_StrictModel):
     instruction: str
     input: str | None = None
@@ -87,6 +96,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "messages": _Messages,
     "conversations": _Conversations,
     "prompt": _Prompt,
+    "preference": _Preference,
     "alpaca": _Alpaca,
     "text": _Text,
 }
@@ -118,6 +128,14 @@ class Example:
     """The variable ``tools`` of a chat's template."""
     first: int = 0
     """Index of the first message of a chat that may have a loss."""
+    rejected: Example | None = None
+    """For a preference: the prompt with the answer that is not preferred. This example has the preferred answer."""
+
+    @property
+    def label(self) -> str:
+        """The kind for messages, such as ``preference of the kind chat``."""
+        return self.kind if self.rejected is None else f"preference of the kind {self.kind}"
+
     unread: tuple[str, ...] = ()
     """Columns of the record that are not read."""
 
@@ -175,6 +193,8 @@ def as_data_error(hint: str | None = None) -> Generator[None]:
 
 def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example | None:
     """Check a record of a known kind, and return it; None for a blank one."""
+    if kind == "preference":
+        return _preference(record, location)
     record = dict(record)
     for name in ("messages", "conversations", "tools", "functions"):  # a table stores lists as JSON text
         value = record.get(name)
@@ -208,6 +228,41 @@ def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example 
     return _prompt_example(record, location, tools)
 
 
+def _preference(record: Mapping[str, Any], location: str) -> Example:
+    """Check a prompt with two answers, which may be text or messages; messages may contain the prompt themselves."""
+    answers = {name: record[name] for name in ("chosen", "rejected")}
+    for name, answer in answers.items():
+        if isinstance(answer, str) and answer.lstrip().startswith("[") and not isinstance(record.get("prompt"), str):
+            answers[name] = parse_list(answer.encode("utf-8", "surrogatepass"), f"{location}: {name}")
+        if _is_blank(answers[name]):
+            hint = "remove the record, or write the answer"
+            raise DataError(f"{location}: {name} is empty, but a preference needs two answers", hint=hint)
+    chosen, rejected = answers.values()
+    if chosen == rejected:
+        hint = "remove the record: equal answers express no preference"
+        raise DataError(f"{location}: chosen and rejected are equal", hint=hint)
+    prompt = record.get("prompt")
+    if prompt is None:
+        if not (isinstance(chosen, list) and isinstance(rejected, list)):
+            hint = "write the prompt in its own field, or both answers as messages that begin with the prompt"
+            raise DataError(f"{location}: a preference without a prompt", got=_list_fields(record), hint=hint)
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        num_common = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+        if not num_common or num_common in (len(chosen), len(rejected)):
+            hint = "begin both with the messages of one prompt, and add one answer to each"
+            raise DataError(f"{location}: chosen and rejected have different prompts, or no answer", hint=hint)
+        prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
+    examples: list[Example] = []
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        fields = {"prompt": prompt, "completion": answer}
+        names = ("tools", "functions", *_SYSTEM_FIELDS, *_MEDIA_FIELDS)
+        fields |= {other: record[other] for other in names if record.get(other) is not None}
+        example = _parse_example("prompt", fields, f"{location}: {name}")
+        assert example is not None
+        examples.append(dataclasses.replace(example, where=location))
+    return dataclasses.replace(examples[0], rejected=examples[1])
+
+
 def _check_speakers(record: Mapping[str, Any], location: str) -> None:
     """Raise DataError if ``conversations`` has messages with a ``role``, instead of turns with ``from``."""
     turns = record["conversations"]
@@ -225,6 +280,8 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
         raise DataError(f"{location}: the record has no field {shown(missing[0])}", got=_list_fields(raw), hint=hint)
     record = {field: raw[column] for field, column in columns.items()} if columns else dict(raw)
     kinds = [kind for kind, fields in _KINDS.items() if all(field in record for field in fields)]
+    if "preference" in kinds:
+        return "preference", record
     if len(kinds) == 1:
         return kinds[0], record
     if kinds:

@@ -24,6 +24,8 @@ from ._normalize import parse_columns
 IGNORE = -100
 """Label of a token without a loss."""
 _NUM_EXAMPLES = 3
+_MOST_LOST_PAIRS = 0.2
+"""Largest share of preferences that may lose an answer because rows are too short."""
 _EXAMPLE_TOKENS = 400
 
 
@@ -186,6 +188,9 @@ def pack_stores(
     """
     import grain  # takes a second; `import lowtide` does not need it
 
+    if eval_store.group != store.group:
+        problem = "training and evaluation data are not both preferences"
+        raise DataError(problem, hint="give pairs of chosen and rejected answers for both, or for none")
     train, held_out = _split_documents(store, eval_store, held_out_fraction, seed)
     pack = partial(_pack, seq_len=seq_len, packing=packing, too_long=too_long)
     train, rows, counts = pack(store, train, "data: ")
@@ -246,6 +251,9 @@ def evaluation_data(
     """
     options: Any = {"end_token": end_token, "loss_on": loss_on, "vocab_size": vocab_size}
     store = open_store(source, tokenizer, template, columns=parse_columns(columns), **options)
+    if store.group > 1:
+        hint = 'evaluate on one answer: columns=("prompt=prompt", "completion=chosen")'
+        raise DataError("data: preferences are only evaluated in a run, with --eval-data", hint=hint)
     documents = np.arange(len(store.lengths))
     pieces, rows, counts = _pack(store, documents, "data: ", seq_len=seq_len, packing="best-fit", too_long="split")
     counts |= {"num_held_out_left_out": 0, "num_held_out_lost_tokens": 0, "examples": []}
@@ -407,10 +415,15 @@ def _pack(
     store: Store, documents: np.ndarray, source: str, *, seq_len: int, packing: str, too_long: str
 ) -> tuple[Pieces, Rows, dict[str, Any]]:
     """Cut documents, drop pieces without a learned token, and pack the others; return pieces, rows and some counts."""
-    pieces = cut_documents(store.lengths, documents, seq_len, too_long)
+    pieces = cut_documents(store.lengths, documents, seq_len // store.group, too_long)
     # Drop pieces without a learned token before packing: they would fill rows and add nothing to the loss.
     num_learned = _count_learned(store, pieces)
     useful = np.flatnonzero(num_learned)
+    if store.group > 1:  # a preference needs both of its answers
+        records, counts = np.unique(pieces.document[useful] // store.group, return_counts=True)
+        complete = records[counts == store.group]
+        useful = useful[np.isin(pieces.document[useful] // store.group, complete)]
+        _refuse_lost_answers(store, documents, len(complete), source, seq_len)
     if not len(useful):
         _refuse_without_answer(store, documents, source)
         got = f"{len(documents)} documents, {pieces.num_cut} cut and {pieces.num_dropped} dropped as too long"
@@ -425,9 +438,25 @@ def _pack(
     }
     parts = {name: getattr(pieces, name)[useful] for name in ("document", "start", "length")}
     pieces = dataclasses.replace(pieces, **parts)
+    group = store.group
+    lengths = pieces.length.reshape(-1, group).sum(1)
     if packing == "none":
-        return pieces, Rows(np.arange(len(useful)), np.arange(len(useful) + 1)), counts
-    return pieces, best_fit(pieces.length, seq_len), counts
+        rows = Rows(np.arange(len(lengths)), np.arange(len(lengths) + 1))
+    else:
+        rows = best_fit(lengths, seq_len)
+    # The documents of a record stay together, so that a preference is in one row.
+    order = (rows.order[:, None] * group + np.arange(group)).ravel()
+    return pieces, Rows(order, rows.offsets * group), counts
+
+
+def _refuse_lost_answers(store: Store, documents: np.ndarray, num_complete: int, source: str, seq_len: int) -> None:
+    """Raise DataError if too many preferences lose an answer because they are cut or dropped."""
+    num_records = len(documents) // store.group
+    num_lost = num_records - num_complete
+    if num_lost > _MOST_LOST_PAIRS * num_records:
+        got = f"{num_lost:,} of {num_records:,} pairs have an answer without tokens after cutting"
+        hint = f"raise --seq-len above {seq_len:,}; each answer with its prompt gets half of a row"
+        raise DataError(f"{source}too many preferences lose an answer", got=got, hint=hint)
 
 
 def _refuse_without_answer(store: Store, documents: np.ndarray, source: str) -> None:
@@ -455,15 +484,20 @@ def _count_learned(store: Store, pieces: Pieces) -> np.ndarray:
 
 def _split_documents(store: Store, eval_store: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the training documents and of the evaluation documents."""
-    count = len(store.lengths)
+    group = store.group
+    count = len(store.lengths) // group
     order = np.random.default_rng(seed).permutation(count)
+
+    def documents_of(records: np.ndarray) -> np.ndarray:
+        return (records[:, None] * group + np.arange(group)).ravel()
+
     if eval_store is not store:
-        return order, np.arange(len(eval_store.lengths))
+        return documents_of(order), np.arange(len(eval_store.lengths))
     if count < 2:
         hint = "give more data, or a separate file for evaluation: --eval-data"
         raise DataError("the data has one document, too few to train on one and hold out another", hint=hint)
     num_held_out = min(count - 1, max(1, round(count * fraction)))
-    return order[:-num_held_out], order[-num_held_out:]
+    return documents_of(order[:-num_held_out]), documents_of(order[-num_held_out:])
 
 
 def _report(

@@ -65,9 +65,9 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
     for location, raw in _read_raw(path):
         example = parse_record(raw, location, columns)
         if example is not None:
-            kind = kind or example.kind
-            if example.kind != kind:
-                problem = f"the record has another kind than those before it: {example.kind}, not {kind}"
+            kind = kind or example.label
+            if example.label != kind:
+                problem = f"the record has another kind than those before it: {example.label}, not {kind}"
                 hint = "train on one kind at a time: name a file, or a folder of one kind"
                 raise DataError(f"{location}: {problem}", hint=hint)
         yield example

@@ -1,0 +1,26 @@
+"""The interface of an objective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from ...core import Tree
+
+Hidden = Callable[[Any, Tree], Any]
+"""Computes the last block's output [B, T, D] from a model and a batch, with recomputation as the run is configured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a run minimises, and the records that it needs."""
+
+    description: str
+    """A phrase for messages and help."""
+    loss: Callable[[Any, Tree, Hidden, Any], tuple[Any, Tree]]
+    """Computes the loss and metrics from the model, a batch, a function for the last block's output, and the config."""
+    weight: Callable[[Tree], Any]
+    """Returns the weight of a microbatch in the mean over microbatches."""
+    group: int = 1
+    """Number of documents that a record becomes: 2 for preferences."""

@@ -1,0 +1,197 @@
+"""Preference tuning: records of pairs, rows that keep a pair together, the loss beside plain JAX, and whole runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowtide as lt
+from lowtide import models
+from lowtide.core import ConfigError, DataError
+from lowtide.finetune import FinetuneConfig
+from lowtide.finetune._job import JobPlan
+from lowtide.finetune._run import Finetune
+from lowtide.finetune.data import record_data
+from lowtide.finetune.data._encode import open_store
+from lowtide.finetune.data._normalize import parse_record
+from lowtide.finetune.objectives import OBJECTIVES
+
+CHAT = [{"role": "user", "content": "Which tide?"}]
+ANSWERS = [[{"role": "assistant", "content": text}] for text in ("Low.", "High.")]
+
+
+def write_pairs(path: Path, count: int = 24, **fields: Any) -> Path:
+    words = "tide low moon sea sand shell wave boat fish gull".split()
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for _ in range(count):
+            a, b = rng.choice(words, 2, replace=False)
+            record = {"prompt": f"Say {a} and {b}: ", "chosen": f"{a} {b} yes", "rejected": f"{b} {a} no"}
+            file.write(json.dumps(record | fields) + "\n")
+    return path
+
+
+def test_shapes_of_records() -> None:
+    text = parse_record({"prompt": "a ", "chosen": "b", "rejected": "c"}, "here", {})
+    assert text is not None and text.rejected is not None
+    assert (text.kind, text.prompt, text.text, text.rejected.text) == ("prompt", "a ", "b", "c")
+    explicit = parse_record({"prompt": CHAT, "chosen": ANSWERS[0], "rejected": ANSWERS[1]}, "here", {})
+    implicit = parse_record({"chosen": CHAT + ANSWERS[0], "rejected": CHAT + ANSWERS[1]}, "here", {})
+    table = parse_record({"chosen": json.dumps(CHAT + ANSWERS[0]), "rejected": json.dumps(CHAT + ANSWERS[1])}, "x", {})
+    for example in (explicit, implicit, table):
+        assert example is not None and example.rejected is not None
+        assert (example.kind, example.first, example.label) == ("chat", 1, "preference of the kind chat")
+        assert [item.messages[-1]["content"] for item in (example, example.rejected)] == ["Low.", "High."]
+    named = parse_record(
+        {"q": "a ", "good": "b", "bad": "c"}, "x", {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    )
+    assert named is not None and named.rejected is not None and named.rejected.text == "c"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected is empty"),
+        ({"chosen": "b", "rejected": "c"}, "a preference without a prompt"),
+        ({"chosen": CHAT + ANSWERS[0], "rejected": ANSWERS[1]}, "different prompts"),
+        ({"chosen": CHAT, "rejected": CHAT + ANSWERS[1]}, "different prompts, or no answer"),
+        ({"prompt": "a", "chosen": ANSWERS[0], "rejected": ANSWERS[1]}, "one of prompt and completion is text"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, "line 1: rejected"),
+    ],
+)
+def test_bad_records(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        parse_record(record, "line 1", {})
+    assert "hint: " in str(error.value)
+
+
+def test_a_row_keeps_the_documents_of_a_pair_together(tmp_path: Path) -> None:
+    directory = models.base_path()
+    tokenizer = models.load_tokenizer(directory)
+    path = write_pairs(tmp_path / "pairs.jsonl")
+    options: dict[str, Any] = {"seq_len": 64, "batch_size": 2, "seed": 0}
+    data = record_data(path, tokenizer, None, **options)
+    store = open_store(path, tokenizer, None, columns={}, end_token=None, loss_on="completion")
+    assert store.group == 2 and len(store.lengths) == 48
+    seen: list[tuple[str, str]] = []
+    for batch in [data.train[step] for step in range(data.num_train_sequences // 2)]:
+        for tokens, segments, labels in zip(batch["tokens"], batch["segment_ids"], batch["labels"], strict=True):
+            assert segments.max() % 2 == 0
+            for first in range(1, segments.max(), 2):
+                chosen, rejected = (tokenizer.decode(tokens[segments == number]) for number in (first, first + 1))
+                assert chosen.split(":")[0] == rejected.split(":")[0] and chosen != rejected
+                assert (labels[segments == first] != -100).any() and (labels[segments == first + 1] != -100).any()
+                seen.append((chosen, rejected))
+    assert all("yes" in chosen and "no" in rejected for chosen, rejected in seen) and len(seen) >= 18
+    with pytest.raises(DataError, match=r"too many preferences lose an answer(.|\n)*--seq-len above 16"):
+        record_data(path, tokenizer, None, **{**options, "seq_len": 16})
+
+
+def job(tmp_path: Path, **settings: Any) -> Any:
+    config = FinetuneConfig(data=str(write_pairs(tmp_path / "pairs.jsonl")), objective="dpo", **settings)
+    base = models.load(models.base_path(), dtype=jnp.float32, compute_dtype=jnp.float32)
+    return JobPlan.make(config, base)
+
+
+@pytest.mark.parametrize("variant", ["sigmoid", "ipo"])
+def test_the_loss_equals_that_of_plain_jax(variant: Any, tmp_path: Path) -> None:
+    plan = job(tmp_path, preference_loss=variant, beta=0.3)
+    tokenizer = models.load_tokenizer(models.base_path())
+    data = record_data(tmp_path / "pairs.jsonl", tokenizer, None, seq_len=64, batch_size=2, seed=0)
+    batch = jax.tree.map(jnp.asarray, data.train[0])
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    model = jax.tree.map(lambda leaf: leaf + 0.02 * jax.random.normal(next(keys), leaf.shape), plan.model)
+
+    def log_probs(model: Any, row: int, number: int) -> Any:
+        """Return the log-probability of one answer, and its number of tokens, from all logits of its document."""
+        tokens, labels = (
+            np.asarray(batch[name][row])[batch["segment_ids"][row] == number] for name in ("tokens", "labels")
+        )
+        log_softmax = jax.nn.log_softmax(models.logits(model, jnp.asarray(tokens)[None])[0])
+        picked = jnp.take_along_axis(log_softmax, jnp.maximum(labels, 0)[:, None], 1)[:, 0]
+        return jnp.sum(jnp.where(labels == -100, 0, picked)), (labels != -100).sum()
+
+    def reference_loss(model: Any) -> Any:
+        losses: list[Any] = []
+        for row in range(2):
+            for first in range(1, int(batch["segment_ids"][row].max()), 2):
+                policy = [log_probs(model, row, number) for number in (first, first + 1)]
+                base = [log_probs(lt.lora.disable(model), row, number)[0] for number in (first, first + 1)]
+                ratios = [sums - jax.lax.stop_gradient(old) for (sums, _), old in zip(policy, base, strict=True)]
+                if variant == "ipo":
+                    means = [ratio / length for ratio, (_, length) in zip(ratios, policy, strict=True)]
+                    losses.append((means[0] - means[1] - 1 / 0.6) ** 2)
+                else:
+                    losses.append(-jax.nn.log_sigmoid(0.3 * (ratios[0] - ratios[1])))
+        return jnp.mean(jnp.stack(losses))
+
+    grad = lt.value_and_grad(plan.loss_fn, wrt="**/lora_*", has_aux=True)
+    (loss, metrics), grads = jax.jit(grad)(model, batch)
+    wanted, wanted_grads = lt.value_and_grad(reference_loss, wrt="**/lora_*")(model)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-4)
+    assert {"rewards/accuracies", "rewards/margins", "logps/chosen"} <= set(metrics)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted_grads))
+    for leaf, reference in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        np.testing.assert_allclose(leaf, reference, rtol=1e-3, atol=1e-4 * scale)
+    assert OBJECTIVES["dpo"].weight(batch) == sum(int(row.max()) // 2 for row in batch["segment_ids"])
+
+
+@pytest.mark.slow_after(1)
+def test_a_run_learns_a_preference_and_resumes(tmp_path: Path) -> None:
+    data = str(write_pairs(tmp_path / "pairs.jsonl", 80))
+    settings: dict[str, Any] = {"data": data, "objective": "dpo", "seq_len": 96, "batch_size": 4}
+    settings |= {"num_microbatches": 2, "eval_every": 20, "checkpoint_every": 10, "learning_rate": 1e-3}
+    whole = Finetune(FinetuneConfig(**settings, num_steps=20), tmp_path / "whole")
+    records: list[dict[str, Any]] = []
+    whole.run(records.append)
+    steps = [record for record in records if "loss" in record]
+    assert steps[0]["loss"] == pytest.approx(np.log(2), rel=1e-3)
+    last = next(record for record in reversed(records) if "eval_loss" in record)
+    assert last["eval_rewards/accuracies"] > 0.9 and last["eval_loss"] < 0.5
+    part = Finetune(FinetuneConfig(**settings, num_steps=20), tmp_path / "part")
+    part.trainer.fit(part.data.train, num_steps=10, checkpoint_every=10, progress=False)
+    part.trainer.save()
+    del part
+    resumed = Finetune(FinetuneConfig(**settings, num_steps=20), tmp_path / "part")
+    assert resumed.resumed_at == 10
+    resumed.run()
+    pairs = zip(jax.tree.leaves(resumed.trainer.model), jax.tree.leaves(whole.trainer.model), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": 0.2}, "beta applies only to preference tuning"),
+        ({"objective": "dpo"}, "needs data"),
+        ({"objective": "dpo", "data": "x", "full": True}, "objective contradicts full"),
+        ({"objective": "dpo", "data": "x", "loss_on": "all"}, "objective contradicts loss_on"),
+        ({"objective": "dpo", "data": "x", "too_long": "split"}, "objective contradicts too_long"),
+        ({"objective": "dpo", "data": "x", "label_smoothing": 0.6}, "label_smoothing is out of range"),
+        (
+            {"objective": "dpo", "data": "x", "preference_loss": "ipo", "label_smoothing": 0.1},
+            "label_smoothing contradicts preference_loss",
+        ),
+        ({"objective": "ppo"}, "objective is out of range"),
+    ],
+)
+def test_settings_that_contradict_the_objective(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        FinetuneConfig(**settings)
+    assert "hint: " in str(error.value)
+
+
+def test_records_that_do_not_fit_the_objective(tmp_path: Path) -> None:
+    pairs = str(write_pairs(tmp_path / "pairs.jsonl"))
+    with pytest.raises(DataError, match="have chosen and rejected answers(.|\n)*--objective dpo"):
+        Finetune(FinetuneConfig(data=pairs), tmp_path / "a")
+    (tmp_path / "single.jsonl").write_text('{"prompt": "a ", "completion": "b c d"}\n' * 9)
+    with pytest.raises(DataError, match="have one answer, but dpo compares two"):
+        Finetune(FinetuneConfig(data=str(tmp_path / "single.jsonl"), objective="dpo"), tmp_path / "b")
