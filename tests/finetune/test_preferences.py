@@ -195,3 +195,35 @@ def test_records_that_do_not_fit_the_objective(tmp_path: Path) -> None:
     (tmp_path / "single.jsonl").write_text('{"prompt": "a ", "completion": "b c d"}\n' * 9)
     with pytest.raises(DataError, match="have one answer, but dpo compares two"):
         Finetune(FinetuneConfig(data=str(tmp_path / "single.jsonl"), objective="dpo"), tmp_path / "b")
+
+
+SHAPES_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_aot
+def test_preferences_need_the_memory_of_supervised_tuning(tmp_path: Path) -> None:
+    """Two pairs of 2,048 tokens an answer, LoRA on Llama 3 8B's shapes: no second copy of a weight, no more logits."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES_8B))
+    settings: dict[str, Any] = {"model": str(tmp_path), "batch_size": 2, "seq_len": 4096, "packing": "best-fit"}
+    reports = [
+        JobPlan.from_shapes(FinetuneConfig(**settings, **more), lt.target("h100")).job().analyze("h100")
+        for more in ({}, {"objective": "dpo", "data": "pairs.jsonl"})
+    ]
+    supervised, preferences = reports
+    assert preferences.device_bytes <= 1.15 * supervised.device_bytes
+    assert preferences.by_role["frozen"] == supervised.by_role["frozen"]
+    assert preferences.device.temp_bytes < supervised.by_role["frozen"] / 3
