@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ import pytest
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, DataError
-from lowtide.finetune import FinetuneConfig
+from lowtide.finetune import FinetuneConfig, objectives
 from lowtide.finetune._job import JobPlan
 from lowtide.finetune._run import Finetune
 from lowtide.finetune.data import record_data
 from lowtide.finetune.data._encode import open_store
 from lowtide.finetune.data._normalize import parse_record
-from lowtide.finetune.objectives import OBJECTIVES
+from lowtide.finetune.objectives import objective
+from lowtide.finetune.objectives._objective import Objective
 
 CHAT = [{"role": "user", "content": "Which tide?"}]
 ANSWERS = [[{"role": "assistant", "content": text}] for text in ("Low.", "High.")]
@@ -140,7 +143,7 @@ def test_the_loss_equals_that_of_plain_jax(variant: Any, tmp_path: Path) -> None
     scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted_grads))
     for leaf, reference in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
         np.testing.assert_allclose(leaf, reference, rtol=1e-3, atol=1e-4 * scale)
-    assert OBJECTIVES["dpo"].weight(batch) == sum(int(row.max()) // 2 for row in batch["segment_ids"])
+    assert objective("dpo").weight(batch) == sum(int(row.max()) // 2 for row in batch["segment_ids"])
 
 
 @pytest.mark.slow_after(1)
@@ -186,6 +189,23 @@ def test_settings_that_contradict_the_objective(settings: dict[str, Any], messag
     with pytest.raises(ConfigError, match=message) as error:
         FinetuneConfig(**settings)
     assert "hint: " in str(error.value)
+
+
+def test_an_objective_is_a_module_and_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A third objective, which learns nothing, runs from its module and its name alone."""
+    module = types.ModuleType("lowtide.finetune.objectives._still")
+    module.OBJECTIVE = Objective(  # pyright: ignore[reportAttributeAccessIssue]
+        description="no objective",
+        loss=lambda model, batch, hidden, config: (0 * jnp.sum(hidden(model, batch).astype(jnp.float32)), {}),
+        weight=lambda batch: jnp.float32(1),
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(objectives, "_MODULES", {**objectives._MODULES, "still": "_still"})
+    base = models.load(models.base_path(), dtype=jnp.float32, compute_dtype=jnp.float32)
+    config = FinetuneConfig()
+    object.__setattr__(config, "objective", "still")  # the name in `ObjectiveName` is not patched
+    loss, _ = JobPlan.make(config, base).loss_fn(base, {"tokens": jnp.zeros((1, 8), jnp.int32)})
+    assert float(loss) == 0
 
 
 def test_records_that_do_not_fit_the_objective(tmp_path: Path) -> None:

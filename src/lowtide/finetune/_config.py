@@ -21,6 +21,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from ..core import ConfigError, require_extra, shown
 from ..ops import IMPLEMENTATIONS, Implementation
+from .objectives import ObjectiveName
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -92,7 +93,7 @@ class FinetuneConfig:
     """A file with a Jinja chat template; by default the model's template."""
     loss_on: Literal["completion", "all"] = "completion"
     """Tokens of records that count in the loss: completion (the assistant's turns, completions and outputs) or all."""
-    objective: Literal["sft", "dpo"] = "sft"
+    objective: ObjectiveName = "sft"
     """What the run minimises. sft: supervised tuning. dpo: preference tuning on pairs of a chosen and a rejected
     answer; the reference is the model without adapters."""
     beta: Positive = 0.1

@@ -29,7 +29,8 @@ from ..planning import Memory, Remat
 from ..targets import resolve_target
 from ._base import directory_of, dtypes, formats, open_base, refuse_for_model, training_dtype, with_implementation
 from ._config import LORA_VARIANTS, FinetuneConfig, config_from_dict, with_seq_len
-from .objectives import OBJECTIVES, num_targets
+from .objectives import objective
+from .objectives._supervised import num_targets
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -130,7 +131,7 @@ class JobPlan:
         if config.full:
             args = (*tx.init(self.base.outer, self.base.layers), batch)
             return Job(fn=tx, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
-        weight = OBJECTIVES[config.objective].weight
+        weight = objective(config.objective).weight
         options: dict[str, Any] = {"num_microbatches": config.num_microbatches, "weight": weight}
         return train.step_job(self.model, self.loss_fn, tx, WRT, batch, drops_updates=drops_updates, **options)
 
@@ -230,7 +231,7 @@ def _lora_config(config: FinetuneConfig) -> lora.Config:
 
 def _objective_loss(config: FinetuneConfig) -> Callable[..., Any]:
     """Return the loss of the objective, with layers that run as the settings say."""
-    inputs, objective = inputs_place(config), OBJECTIVES[config.objective]
+    inputs, loss_of_objective = inputs_place(config), objective(config.objective).loss
     is_recomputed = config.remat or inputs == "host"
     remat = Remat(layer_inputs=inputs, layers_per_remat=config.layers_per_remat) if is_recomputed else None
 
@@ -239,7 +240,7 @@ def _objective_loss(config: FinetuneConfig) -> Callable[..., Any]:
 
     def loss_fn(model: models.Decoder, batch: Tree) -> tuple[Any, Tree]:
         model = dataclasses.replace(model, outer=_on_device(model.outer))
-        return objective.loss(model, batch, hidden_of, config)
+        return loss_of_objective(model, batch, hidden_of, config)
 
     return loss_fn
 

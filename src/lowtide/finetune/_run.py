@@ -54,7 +54,7 @@ from ._run_folder import (
 from .data._encode import decode_after
 from .data._load import load_data
 from .data._pack import IGNORE
-from .objectives import OBJECTIVES
+from .objectives import objective
 
 _PROMPT_TOKENS = 24
 """Tokens of the prompt for a sample from plain text."""
@@ -155,7 +155,7 @@ class Finetune:
             parts.model,
             loss_fn,
             parts.tx,
-            weight=OBJECTIVES[config.objective].weight,
+            weight=objective(config.objective).weight,
             checkpoint_dir=self.out / CHECKPOINTS,
             max_to_keep=config.max_to_keep,
             best="eval_loss" if config.keep_best or config.load_best_at_end else None,

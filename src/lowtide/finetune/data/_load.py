@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from ...core import ConfigError, DataError, check_integer, check_number, shown
 from .._config import FinetuneConfig, flag_of, with_seq_len
-from ..objectives import OBJECTIVES
+from ..objectives import objective
 from . import _formats
 from ._chat import ChatTemplate, load_chat_template
 from ._encode import (
@@ -107,7 +107,7 @@ def load_data(
 
 def _check_group(store: Store, config: FinetuneConfig) -> None:
     """Raise DataError if the records do not fit the objective."""
-    group = OBJECTIVES[config.objective].group
+    group = objective(config.objective).group
     if store.group == 2 and group == 1:
         hint = "tune on preferences with --objective dpo, or on the chosen answers: --columns prompt=prompt,"
         raise DataError("the records have chosen and rejected answers", hint=f"{hint}completion=chosen")

@@ -1,18 +1,25 @@
 """Objectives of a fine-tuning run: the loss, and the records that it reads.
 
-Each module has one objective. `OBJECTIVES` lists them by name; a new objective is a module and a line here.
+Each module has one objective, ``OBJECTIVE``. A new objective is a module and its name here. Importing this package does
+not import JAX.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
-from ._objective import Objective as Objective
-from ._preferences import DPO
-from ._supervised import SUPERVISED
-from ._supervised import num_targets as num_targets
+if TYPE_CHECKING:
+    from ._objective import Objective
 
-OBJECTIVES: Mapping[str, Objective] = {"sft": SUPERVISED, "dpo": DPO}
-"""Objectives by the name that `FinetuneConfig.objective` has."""
+ObjectiveName = Literal["sft", "dpo"]
+_MODULES: Mapping[str, str] = {"sft": "_supervised", "dpo": "_preferences"}
 
-__all__ = ["OBJECTIVES", "Objective", "num_targets"]
+
+def objective(name: str) -> Objective:
+    """Return an objective by the name that `FinetuneConfig.objective` has."""
+    return importlib.import_module(f"{__name__}.{_MODULES[name]}").OBJECTIVE
+
+
+__all__ = ["ObjectiveName", "objective"]

@@ -62,7 +62,7 @@ def num_pairs(batch: Tree) -> Any:
     return jnp.sum(jnp.max(batch["segment_ids"], axis=1) // 2)
 
 
-DPO = Objective(
+OBJECTIVE = Objective(
     description="preference tuning (DPO)",
     loss=loss,
     weight=num_pairs,
