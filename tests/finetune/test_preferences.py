@@ -98,7 +98,8 @@ def test_a_row_keeps_the_documents_of_a_pair_together(tmp_path: Path) -> None:
 
 
 def job(tmp_path: Path, **settings: Any) -> Any:
-    config = FinetuneConfig(data=str(write_pairs(tmp_path / "pairs.jsonl")), objective="dpo", **settings)
+    settings = {"objective": "dpo", **settings}
+    config = FinetuneConfig(data=str(write_pairs(tmp_path / "pairs.jsonl")), **settings)
     base = models.load(models.base_path(), dtype=jnp.float32, compute_dtype=jnp.float32)
     return JobPlan.make(config, base)
 
@@ -147,6 +148,40 @@ def test_the_loss_equals_that_of_plain_jax(variant: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("orpo", {"beta": 0.2}), ("simpo", {"preference_margin": 0.5}), ("cpo", {"nll_weight": 0.5, "beta": 0.3})],
+)
+def test_objectives_without_a_reference(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    plan = job(tmp_path, **settings, **{"objective": name})
+    tokenizer = models.load_tokenizer(models.base_path())
+    data = record_data(tmp_path / "pairs.jsonl", tokenizer, None, seq_len=64, batch_size=2, seed=0)
+    batch = jax.tree.map(jnp.asarray, data.train[0])
+    loss, metrics = jax.jit(plan.loss_fn)(plan.model, batch)
+    logits = models.logits(plan.base, batch["tokens"], segment_ids=batch["segment_ids"], positions=batch["positions"])
+    gold = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(batch["labels"], 0)[..., None], -1)[..., 0]
+    is_answer = np.asarray(batch["labels"] != -100)
+    sums, lengths = [], []
+    for row in range(2):
+        for number in range(1, int(batch["segment_ids"][row].max()) + 1):
+            mask = is_answer[row] & (np.asarray(batch["segment_ids"][row]) == number)
+            sums.append(float(jnp.sum(jnp.where(mask, gold[row], 0))))
+            lengths.append(int(mask.sum()))
+    sums, lengths = np.array(sums).reshape(-1, 2), np.array(lengths).reshape(-1, 2)
+    nll = -sums[:, 0].sum() / lengths[:, 0].sum()
+    chosen, rejected = sums.T if name == "cpo" else (sums / lengths).T
+    functions = {
+        "orpo": lambda: lt.losses.orpo(chosen, rejected, nll, beta=0.2),
+        "simpo": lambda: lt.losses.simpo(chosen, rejected, beta=2.0, margin=0.5),
+        "cpo": lambda: lt.losses.cpo(chosen, rejected, nll, beta=0.3, nll_weight=0.5),
+    }
+    wanted, wanted_metrics = functions[name]()
+    np.testing.assert_allclose(loss, wanted, rtol=1e-4)
+    assert set(metrics) == set(wanted_metrics)
+    assert all(np.allclose(metrics[key], value, rtol=1e-3) for key, value in wanted_metrics.items())
+
+
+@pytest.mark.slow_after(1)
 def test_a_run_learns_a_preference_and_resumes(tmp_path: Path) -> None:
     data = str(write_pairs(tmp_path / "pairs.jsonl", 80))
     settings: dict[str, Any] = {"data": data, "objective": "dpo", "seq_len": 96, "batch_size": 4}
@@ -172,7 +207,8 @@ def test_a_run_learns_a_preference_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beta": 0.2}, "beta applies only to preference tuning"),
+        ({"beta": 0.2}, "beta applies only to dpo, orpo, simpo, cpo"),
+        ({"objective": "orpo", "preference_loss": "ipo"}, "preference_loss applies only to dpo"),
         ({"objective": "dpo"}, "needs data"),
         ({"objective": "dpo", "data": "x", "full": True}, "objective contradicts full"),
         ({"objective": "dpo", "data": "x", "loss_on": "all"}, "objective contradicts loss_on"),
@@ -194,13 +230,13 @@ def test_settings_that_contradict_the_objective(settings: dict[str, Any], messag
 def test_an_objective_is_a_module_and_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A third objective, which learns nothing, runs from its module and its name alone."""
     module = types.ModuleType("lowtide.finetune.objectives._still")
-    module.OBJECTIVE = Objective(  # pyright: ignore[reportAttributeAccessIssue]
+    module.STILL = Objective(  # pyright: ignore[reportAttributeAccessIssue]
         description="no objective",
         loss=lambda model, batch, hidden, config: (0 * jnp.sum(hidden(model, batch).astype(jnp.float32)), {}),
         weight=lambda batch: jnp.float32(1),
     )
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(objectives, "_MODULES", {**objectives._MODULES, "still": "_still"})
+    monkeypatch.setattr(objectives, "_PLACES", {**objectives._PLACES, "still": ("_still", "STILL")})
     base = models.load(models.base_path(), dtype=jnp.float32, compute_dtype=jnp.float32)
     config = FinetuneConfig()
     object.__setattr__(config, "objective", "still")  # the name in `ObjectiveName` is not patched

@@ -94,14 +94,18 @@ class FinetuneConfig:
     loss_on: Literal["completion", "all"] = "completion"
     """Tokens of records that count in the loss: completion (the assistant's turns, completions and outputs) or all."""
     objective: ObjectiveName = "sft"
-    """What the run minimises. sft: supervised tuning. dpo: preference tuning on pairs of a chosen and a rejected
-    answer; the reference is the model without adapters."""
-    beta: Positive = 0.1
-    """Strength of the preference in dpo, relative to the distance from the reference."""
+    """What the run minimises. sft: supervised tuning. The others are preference tuning on pairs of a chosen and a
+    rejected answer. dpo: the reference is the model without adapters; orpo, simpo and cpo have no reference."""
+    beta: Positive | None = None
+    """Strength of the preference; the default is 0.1, and 2 for simpo."""
     preference_loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
     """Variant of dpo: sigmoid, hinge (SLiC), ipo (squared distance, per token) or robust (for wrong labels)."""
     label_smoothing: Share = 0.0
-    """Share of pairs whose labels are wrong, for the preference losses sigmoid and robust; below 0.5."""
+    """Share of pairs whose labels are wrong, below 0.5; for dpo (sigmoid and robust), simpo and cpo."""
+    preference_margin: NotNegative = 1.0
+    """Least difference of the rewards in simpo."""
+    nll_weight: NotNegative = 1.0
+    """Weight of the cross-entropy of chosen answers in cpo."""
     packing: Literal["auto", "best-fit", "none", "contiguous"] = "auto"
     """How documents are arranged in rows of seq_len tokens. best-fit: several whole documents a row, without attention
     between them; none: one document a row; contiguous: windows over one stream of text; auto: contiguous for plain
@@ -427,15 +431,16 @@ def _check_combination(config: FinetuneConfig) -> None:
 
 def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
     """Raise ConfigError for settings of another objective, and for settings that contradict the objective."""
+    for name, objectives in _OBJECTIVES_WITH.items():
+        if name in changed and config.objective not in objectives:
+            hint = f"leave {name} out, or tune with --objective {objectives[0]}"
+            raise ConfigError(f"{name} applies only to {', '.join(objectives)}", hint=hint)
     if config.objective == "sft":
-        if names := [name for name in _PREFERENCE_FIELDS if name in changed]:
-            hint = f"leave {names[0]} out, or tune with --objective dpo"
-            raise ConfigError(f"{names[0]} applies only to preference tuning", hint=hint)
         return
     refused = {
-        "full": "the reference is the model without adapters",
+        "full": "adapters are tuned",
         "loss_on": "only answers are compared",
-        "modules_to_save": "the reference would have trained modules",
+        "modules_to_save": "the reference is the model without adapters",
     }
     for name, reason in refused.items():
         if name in changed:
@@ -521,12 +526,21 @@ def _refuse_with_full(names: list[str]) -> None:
         raise ConfigError(f"{names[0]} is a setting of adapters, and full tunes all parameters without one", hint=hint)
 
 
-_PREFERENCE_FIELDS = ("beta", "preference_loss", "label_smoothing")
+_OBJECTIVES_WITH = {
+    "beta": ("dpo", "orpo", "simpo", "cpo"),
+    "preference_loss": ("dpo",),
+    "label_smoothing": ("dpo", "simpo", "cpo"),
+    "preference_margin": ("simpo",),
+    "nll_weight": ("cpo",),
+}
+"""Objectives that read a setting; `FinetuneConfig` refuses it with any other."""
 _SYNONYMS = {
     "objective": "stage training_type rl rlhf trainer_type",
     "beta": "pref_beta dpo_beta rl_beta",
     "preference_loss": "loss_type pref_loss dpo_loss",
     "label_smoothing": "dpo_label_smoothing label_smoothing_factor",
+    "preference_margin": "simpo_gamma gamma",
+    "nll_weight": "cpo_alpha rpo_alpha",
     "model": "model_name model_name_or_path pretrained_model_name_or_path base_model checkpoint_dir",
     "tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
     "data": "dataset datasets dataset_name dataset_path train_file train_data",

@@ -101,6 +101,7 @@ def orpo(
     nll: Float[Array, ""],
     *,
     beta: float = 0.1,
+    weights: Float[Array, "B"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Compute the odds-ratio loss: supervised tuning on the preferred answers, and a preference without a reference.
 
@@ -109,6 +110,7 @@ def orpo(
         rejected: those of the other answers.
         nll: mean cross-entropy of the preferred answers, over all tokens of the batch.
         beta: weight of the preference (lambda in the paper).
+        weights: weights of the pairs in all means; 0 leaves a pair out. None: all pairs have one weight.
 
     Returns:
         The loss, and the metrics of `dpo`, with ``nll`` and ``log_odds`` in addition.
@@ -128,9 +130,9 @@ def orpo(
     _check_strength(beta)
     _check_shapes(chosen=chosen, rejected=rejected)
     log_odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
-    loss = nll - beta * jnp.mean(jax.nn.log_sigmoid(log_odds))
-    metrics = _pair_metrics(chosen, rejected, beta * chosen, beta * rejected)
-    return loss, {**metrics, "nll": nll, "log_odds": jnp.mean(log_odds)}
+    loss = nll - beta * _mean(jax.nn.log_sigmoid(log_odds), weights)
+    metrics = _pair_metrics(chosen, rejected, beta * chosen, beta * rejected, weights)
+    return loss, {**metrics, "nll": nll, "log_odds": jax.lax.stop_gradient(_mean(log_odds, weights))}
 
 
 def simpo(
@@ -140,6 +142,7 @@ def simpo(
     beta: float = 2.0,
     margin: float = 1.0,
     label_smoothing: float = 0.0,
+    weights: Float[Array, "B"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Compute the loss of simple preference optimization: mean log-probabilities, a margin, and no reference.
 
@@ -149,6 +152,7 @@ def simpo(
         beta: factor of the log-probabilities.
         margin: least difference of the rewards (gamma in the paper).
         label_smoothing: share of pairs whose labels are wrong, below 0.5.
+        weights: weights of the pairs in all means; 0 leaves a pair out. None: all pairs have one weight.
 
     Returns:
         The mean loss, and the metrics of `dpo`.
@@ -170,7 +174,7 @@ def simpo(
     check_number("margin", margin, least=0)
     _check_shapes(chosen=chosen, rejected=rejected)
     losses = _pair_losses(beta * (chosen - rejected) - margin, label_smoothing)
-    return jnp.mean(losses), _pair_metrics(chosen, rejected, beta * chosen, beta * rejected)
+    return _mean(losses, weights), _pair_metrics(chosen, rejected, beta * chosen, beta * rejected, weights)
 
 
 def cpo(
@@ -181,6 +185,7 @@ def cpo(
     beta: float = 0.1,
     nll_weight: float = 1.0,
     label_smoothing: float = 0.0,
+    weights: Float[Array, "B"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Compute the loss of contrastive preference optimization: DPO without a reference, and supervised tuning.
 
@@ -191,6 +196,7 @@ def cpo(
         beta: factor of the log-probabilities.
         nll_weight: weight of `nll`.
         label_smoothing: share of pairs whose labels are wrong, below 0.5.
+        weights: weights of the pairs in all means; 0 leaves a pair out. None: all pairs have one weight.
 
     Returns:
         The loss, and the metrics of `dpo`, with ``nll`` in addition.
@@ -211,8 +217,8 @@ def cpo(
     _check_smoothing(label_smoothing, "CPO", True)
     check_number("nll_weight", nll_weight, least=0)
     _check_shapes(chosen=chosen, rejected=rejected)
-    loss = jnp.mean(_pair_losses(beta * (chosen - rejected), label_smoothing)) + nll_weight * nll
-    return loss, {**_pair_metrics(chosen, rejected, beta * chosen, beta * rejected), "nll": nll}
+    loss = _mean(_pair_losses(beta * (chosen - rejected), label_smoothing), weights) + nll_weight * nll
+    return loss, {**_pair_metrics(chosen, rejected, beta * chosen, beta * rejected, weights), "nll": nll}
 
 
 def kto(

@@ -1,7 +1,6 @@
 """Objectives of a fine-tuning run: the loss, and the records that it reads.
 
-Each module has one objective, ``OBJECTIVE``. A new objective is a module and its name here. Importing this package does
-not import JAX.
+A new objective is an `Objective` in a module, and its name here. Importing this package does not import JAX.
 """
 
 from __future__ import annotations
@@ -13,13 +12,18 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ._objective import Objective
 
-ObjectiveName = Literal["sft", "dpo"]
-_MODULES: Mapping[str, str] = {"sft": "_supervised", "dpo": "_preferences"}
+ObjectiveName = Literal["sft", "dpo", "orpo", "simpo", "cpo"]
+_PLACES: Mapping[str, tuple[str, str]] = {
+    "sft": ("_supervised", "SUPERVISED"),
+    **{name: ("_preferences", name.upper()) for name in ("dpo", "orpo", "simpo", "cpo")},
+}
+"""Module and name of each objective."""
 
 
 def objective(name: str) -> Objective:
     """Return an objective by the name that `FinetuneConfig.objective` has."""
-    return importlib.import_module(f"{__name__}.{_MODULES[name]}").OBJECTIVE
+    module, attribute = _PLACES[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
 
 
 __all__ = ["ObjectiveName", "objective"]

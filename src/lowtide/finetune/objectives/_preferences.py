@@ -1,17 +1,17 @@
-"""Preference tuning with adapters: the reference is the same model with its adapters switched off.
+"""Preference tuning with adapters, with or without a reference.
 
 A row has pairs of documents: the prompt with the preferred answer, then the prompt with the other answer. Documents are
-numbered from 1, so preferred answers have odd segment numbers. No second copy of a weight exists, and no logits of more
-than a chunk.
+numbered from 1, so preferred answers have odd segment numbers. The reference of DPO is the same model with its adapters
+switched off. No second copy of a weight exists, and no logits of more than a chunk.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from ... import losses
 from ...adapters import lora
@@ -20,29 +20,71 @@ from ..data._pack import IGNORE
 from ._objective import Hidden, Objective
 
 
-def loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
+class _Pairs(NamedTuple):
+    """Sums over the answers of the pairs of a batch; absent pairs have the weight 0."""
+
+    chosen: Float[Array, "P"]
+    """Log-probability of each preferred answer."""
+    rejected: Float[Array, "P"]
+    lengths: tuple[Array, Array]
+    """Numbers of tokens of preferred and of other answers."""
+    weights: Float[Array, "P"]
+
+    @property
+    def means(self) -> tuple[Array, Array]:
+        """Log-probabilities per token."""
+        of_chosen, of_rejected = (jnp.maximum(length, 1) for length in self.lengths)
+        return self.chosen / of_chosen, self.rejected / of_rejected
+
+    @property
+    def nll(self) -> Array:
+        """Mean cross-entropy of the tokens of all preferred answers."""
+        return -jnp.sum(self.chosen * self.weights) / jnp.maximum(jnp.sum(self.lengths[0] * self.weights), 1)
+
+
+def dpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
     """Compute the loss of `lowtide.losses.dpo` over the pairs of a batch."""
-    base = lora.disable(model)
-
-    def log_probs(model: Any) -> Array:
-        tokens = model.log_probs(hidden(model, batch), batch["labels"])
-        return sum_by_document(tokens, batch["segment_ids"])
-
-    policy = log_probs(model)
+    policy = _pairs(model, batch, hidden)
     # The reference follows the policy, so that their activations do not exist at the same time.
-    base, policy = jax.lax.optimization_barrier((jax.lax.stop_gradient(base), policy))
-    reference = jax.lax.stop_gradient(log_probs(base))
-    lengths = sum_by_document((batch["labels"] != IGNORE).astype(jnp.float32), batch["segment_ids"])
-    chosen_length, rejected_length = split_pairs(lengths)
+    base, chosen, rejected = jax.lax.optimization_barrier(
+        (jax.lax.stop_gradient(lora.disable(model)), policy.chosen, policy.rejected)
+    )
+    reference = jax.lax.stop_gradient(_pairs(base, batch, hidden))
     return losses.dpo(
-        *split_pairs(policy),
-        *split_pairs(reference),
-        beta=config.beta,
+        *(chosen, rejected, reference.chosen, reference.rejected),
+        beta=config.beta or 0.1,
         variant=config.preference_loss,
         label_smoothing=config.label_smoothing,
-        lengths=(chosen_length, rejected_length),
-        weights=((chosen_length > 0) & (rejected_length > 0)).astype(jnp.float32),
+        lengths=policy.lengths,
+        weights=policy.weights,
     )
+
+
+def orpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
+    """Compute the loss of `lowtide.losses.orpo`; only answers count in its cross-entropy."""
+    pairs = _pairs(model, batch, hidden)
+    return losses.orpo(*pairs.means, pairs.nll, beta=config.beta or 0.1, weights=pairs.weights)
+
+
+def simpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
+    """Compute the loss of `lowtide.losses.simpo`."""
+    pairs, options = _pairs(model, batch, hidden), {"label_smoothing": config.label_smoothing}
+    margin = config.preference_margin
+    return losses.simpo(*pairs.means, beta=config.beta or 2.0, margin=margin, weights=pairs.weights, **options)
+
+
+def cpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
+    """Compute the loss of `lowtide.losses.cpo`; only answers count in its cross-entropy."""
+    pairs, options = _pairs(model, batch, hidden), {"label_smoothing": config.label_smoothing}
+    options |= {"beta": config.beta or 0.1, "nll_weight": config.nll_weight}
+    return losses.cpo(pairs.chosen, pairs.rejected, pairs.nll, weights=pairs.weights, **options)
+
+
+def _pairs(model: Any, batch: Tree, hidden: Hidden) -> _Pairs:
+    tokens, segments = model.log_probs(hidden(model, batch), batch["labels"]), batch["segment_ids"]
+    lengths = split_pairs(sum_by_document((batch["labels"] != IGNORE).astype(jnp.float32), segments))
+    weights = ((lengths[0] > 0) & (lengths[1] > 0)).astype(jnp.float32)
+    return _Pairs(*split_pairs(sum_by_document(tokens, segments)), lengths, weights)
 
 
 def sum_by_document(values_BT: Array, segments_BT: Array) -> Array:
@@ -62,9 +104,11 @@ def num_pairs(batch: Tree) -> Any:
     return jnp.sum(jnp.max(batch["segment_ids"], axis=1) // 2)
 
 
-OBJECTIVE = Objective(
-    description="preference tuning (DPO)",
-    loss=loss,
-    weight=num_pairs,
-    group=2,
-)
+def _objective(description: str, loss: Any) -> Objective:
+    return Objective(description=description, loss=loss, weight=num_pairs, group=2)
+
+
+DPO = _objective("preference tuning with a reference (DPO)", dpo_loss)
+ORPO = _objective("supervised and preference tuning (ORPO)", orpo_loss)
+SIMPO = _objective("preference tuning by mean log-probabilities (SimPO)", simpo_loss)
+CPO = _objective("contrastive preference tuning (CPO)", cpo_loss)

@@ -21,4 +21,4 @@ def num_targets(batch: Tree) -> Any:
     return jnp.sum(batch["labels"] != IGNORE)
 
 
-OBJECTIVE = Objective(description="supervised tuning", loss=loss, weight=num_targets)
+SUPERVISED = Objective(description="supervised tuning", loss=loss, weight=num_targets)
