@@ -468,6 +468,10 @@ SAMPLES = {
     "loss_on": "all",
     "packing": "best-fit",
     "too_long": "split",
+    "objective": "cpo",
+    "preference_loss": "hinge",
+    "label_smoothing": "0.1",
+    "beta": "2.5",
 }
 """Values of settings that take a word of a list."""
 OTHER_SETTINGS = {
@@ -475,6 +479,10 @@ OTHER_SETTINGS = {
     "save_dtype": {"full": True},
     "decay_fraction": {"schedule": "warmup_stable_decay"},
     "early_stopping_threshold": {"early_stopping_patience": 1},
+    "objective": {"data": "pairs.jsonl"},
+    **{name: {"data": "pairs.jsonl", "objective": "dpo"} for name in ("beta", "preference_loss", "label_smoothing")},
+    "preference_margin": {"data": "pairs.jsonl", "objective": "simpo"},
+    "nll_weight": {"data": "pairs.jsonl", "objective": "cpo"},
 }
 """Settings that a setting depends on."""
 

@@ -94,8 +94,8 @@ class FinetuneConfig:
     loss_on: Literal["completion", "all"] = "completion"
     """Tokens of records that count in the loss: completion (the assistant's turns, completions and outputs) or all."""
     objective: ObjectiveName = "sft"
-    """What the run minimises. sft: supervised tuning. The others are preference tuning on pairs of a chosen and a
-    rejected answer. dpo: the reference is the model without adapters; orpo, simpo and cpo have no reference."""
+    """The loss that the run minimises. sft: supervised tuning. The others tune on pairs of a chosen and a rejected
+    answer. dpo: the reference is the model without adapters; orpo, simpo and cpo have no reference."""
     beta: Positive | None = None
     """Strength of the preference; the default is 0.1, and 2 for simpo."""
     preference_loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"

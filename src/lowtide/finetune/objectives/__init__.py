@@ -21,7 +21,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
 
 
 def objective(name: str) -> Objective:
-    """Return an objective by the name that `FinetuneConfig.objective` has."""
+    """Return an objective by the name that `FinetuneConfig.objective` has, such as ``dpo``."""
     module, attribute = _PLACES[name]
     return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
 

@@ -14,7 +14,7 @@ Hidden = Callable[[Any, Tree], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a run minimises, and the records that it needs."""
+    """Loss of a run, and the records that it needs."""
 
     description: str
     """A phrase for messages and help."""
