@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import lowtide as lt
@@ -22,6 +23,7 @@ from lowtide.finetune._run import Finetune
 from lowtide.finetune.data import record_data
 from lowtide.finetune.data._encode import open_store
 from lowtide.finetune.data._normalize import parse_record
+from lowtide.finetune.data._pack import Pieces, Rows, RowSource, cut_documents
 from lowtide.finetune.objectives import objective
 from lowtide.finetune.objectives._objective import Objective
 
@@ -283,3 +285,39 @@ def test_preferences_need_the_memory_of_supervised_tuning(tmp_path: Path) -> Non
     assert preferences.device_bytes <= 1.15 * supervised.device_bytes
     assert preferences.by_role["frozen"] == supervised.by_role["frozen"]
     assert preferences.device.temp_bytes < supervised.by_role["frozen"] / 3
+
+
+@pytest.mark.slow_after(1)
+def test_ten_steps_equal_those_of_trl_and_peft(tmp_path: Path) -> None:
+    golden = json.loads((Path(__file__).parents[1] / "golden/dpo_steps.json").read_text())
+    path = tmp_path / "pairs.jsonl"
+    names = ("prompt", "chosen", "rejected")
+    path.write_text("".join(json.dumps(dict(zip(names, pair, strict=True))) + "\n" for pair in golden["pairs"]))
+    config = FinetuneConfig(data=str(path), objective="dpo", rank=8, alpha=16.0, lora_init="gaussian")
+    plan = JobPlan.make(config, models.load(models.base_path(), dtype=jnp.float32, compute_dtype=jnp.float32))
+    tokenizer = models.load_tokenizer(models.base_path())
+    end = json.loads(Path(models.base_path(), "config.json").read_text())["eos_token_id"]
+    store = open_store(path, tokenizer, None, columns={}, end_token=end, loss_on="completion")
+    rows = RowSource(store, *one_pair_a_row(store), 64)
+    tx = optax.adamw(5e-4, weight_decay=0.0)
+    trainable, frozen = lt.partition(plan.model, "**/lora_*")
+    grad = lt.value_and_grad(plan.loss_fn, wrt="**/lora_*", has_aux=True)
+
+    @jax.jit
+    def step(trainable: Any, state: Any, batch: Any) -> Any:
+        (loss, _), grads = grad(lt.combine(trainable, frozen), batch)
+        updates, state = tx.update(grads, state, trainable)
+        return optax.apply_updates(trainable, updates), state, loss
+
+    state, losses = tx.init(trainable), []
+    for first in range(0, 40, 4):
+        batch = {name: np.stack([rows[first + index][name] for index in range(4)]) for name in rows[0]}
+        trainable, state, loss = step(trainable, state, batch)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, golden["losses"], rtol=0, atol=1e-4)
+
+
+def one_pair_a_row(store: Any) -> tuple[Pieces, Rows]:
+    documents = np.arange(len(store.lengths))
+    pieces = cut_documents(store.lengths, documents, 64, "drop")
+    return pieces, Rows(documents, np.arange(0, len(documents) + 1, 2))
