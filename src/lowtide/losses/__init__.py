@@ -1,5 +1,7 @@
 """Losses that avoid large intermediate arrays, such as the logits of all tokens, and losses of preferences."""
 
+from ._contrastive import embed_in_chunks as embed_in_chunks
+from ._contrastive import info_nce as info_nce
 from ._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from ._log_probs import chunked_log_probs as chunked_log_probs
 from ._preferences import cpo as cpo
@@ -9,4 +11,15 @@ from ._preferences import orpo as orpo
 from ._preferences import reward as reward
 from ._preferences import simpo as simpo
 
-__all__ = ["chunked_cross_entropy", "chunked_log_probs", "cpo", "dpo", "kto", "orpo", "reward", "simpo"]
+__all__ = [
+    "chunked_cross_entropy",
+    "chunked_log_probs",
+    "cpo",
+    "dpo",
+    "embed_in_chunks",
+    "info_nce",
+    "kto",
+    "orpo",
+    "reward",
+    "simpo",
+]
