@@ -59,9 +59,41 @@ def test_shapes_of_records() -> None:
     assert named is not None and named.rejected is not None and named.rejected.text == "c"
 
 
+def test_published_shapes_of_records() -> None:
+    instruction = {"instruction": "Which?", "input": "sea", "chosen": "Low.", "rejected": "High."}
+    example = parse_record(instruction, "x", {})
+    assert example is not None and example.rejected is not None and not example.unread
+    assert (example.kind, example.prompt, example.more) == ("alpaca", "Which?", "sea")
+    assert (example.text, example.rejected.text) == ("Low.", "High.")
+    texts = {"chosen": "Low.", "rejected": "High."}
+    turns = {"conversations": [{"from": "human", "value": "Which tide?"}], "system": "Be short."}
+    speakers = {name: {"from": "gpt", "value": text} for name, text in texts.items()}
+    roles = {name: {"role": "assistant", "content": text} for name, text in texts.items()}
+    repeated = {"chosen": CHAT + ANSWERS[0], "rejected": CHAT + ANSWERS[1]}
+    for record, num_prompt in (
+        (turns | speakers, 2),
+        (turns | texts, 2),
+        ({"conversations": json.dumps(turns["conversations"])} | texts, 1),
+        ({"messages": CHAT} | roles, 1),
+        ({"conversations": CHAT} | roles, 1),
+        ({"prompt": "Which tide?", "messages": repeated["chosen"]} | repeated, 1),
+    ):
+        example = parse_record(record, "x", {})
+        assert example is not None and example.rejected is not None
+        assert (example.kind, example.first, len(example.messages)) == ("chat", num_prompt, num_prompt + 1)
+        assert example.messages[:-1] == example.rejected.messages[:-1]
+        assert example.messages[-2] == CHAT[0]
+        assert [item.messages[-1] for item in (example, example.rejected)] == [*ANSWERS[0], *ANSWERS[1]]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
+        ({"instruction": "a", "history": [["b", "c"]], "chosen": "b", "rejected": "c"}, "history is not read"),
+        ({"instruction": "a", "images": ["b"], "chosen": "b", "rejected": "c"}, "the record has images"),
+        ({"conversations": 3, "chosen": "b", "rejected": "c"}, "a preference without a prompt"),
+        ({"conversations": [{"from": "x", "value": "a"}], "chosen": "b", "rejected": "c"}, "unknown speaker"),
+        ({"messages": CHAT, "chosen": {"role": "assistant", "content": ""}, "rejected": "c"}, "chosen is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected is empty"),
         ({"chosen": "b", "rejected": "c"}, "a preference without a prompt"),

@@ -39,6 +39,7 @@ _MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 _PLACEHOLDERS = ("<image>", "<video>", "<audio>")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _FIELD_NAMES = {"alpaca": "instruction and output", "prompt": "prompt and completion"}
+_TURN_FIELDS = ("conversations", "messages")
 _LIST_FIELDS = ("messages", "conversations", "prompt", "completion")
 
 
@@ -74,11 +75,15 @@ class _Prompt(_StrictModel):
 
 
 class _Preference(_StrictModel):
-    """Two answers to one prompt; each answer is checked with the prompt as `_Prompt`."""
+    """Two answers to one prompt; each answer is checked with the prompt, as a record of another kind."""
 
     chosen: Any
     rejected: Any
     prompt: Any = None
+    instruction: Any = None
+    input: Any = None
+    conversations: Any = None
+    messages: Any = None
     tools: list[dict[str, Any]] | None = None
 
 
@@ -234,33 +239,65 @@ def _preference(record: Mapping[str, Any], location: str) -> Example:
     for name, answer in answers.items():
         if isinstance(answer, str) and answer.lstrip().startswith("[") and not isinstance(record.get("prompt"), str):
             answers[name] = parse_list(answer.encode("utf-8", "surrogatepass"), f"{location}: {name}")
-        if _is_blank(answers[name]):
+        contents = ("value", "content", "tool_calls", "function_call")
+        has_text = not isinstance(answer, Mapping) or not all(_is_blank(answer.get(content)) for content in contents)
+        if _is_blank(answers[name]) or not has_text:
             hint = "remove the record, or write the answer"
             raise DataError(f"{location}: {name} is empty, but a preference needs two answers", hint=hint)
     chosen, rejected = answers.values()
     if chosen == rejected:
         hint = "remove the record: equal answers express no preference"
         raise DataError(f"{location}: chosen and rejected are equal", hint=hint)
-    prompt = record.get("prompt")
-    if prompt is None:
-        if not (isinstance(chosen, list) and isinstance(rejected, list)):
-            hint = "write the prompt in its own field, or both answers as messages that begin with the prompt"
-            raise DataError(f"{location}: a preference without a prompt", got=_list_fields(record), hint=hint)
-        pairs = enumerate(zip(chosen, rejected, strict=False))
-        num_common = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-        if not num_common or num_common in (len(chosen), len(rejected)):
-            hint = "begin both with the messages of one prompt, and add one answer to each"
-            raise DataError(f"{location}: chosen and rejected have different prompts, or no answer", hint=hint)
-        prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
+    other_fields = ("tools", "functions", *_SYSTEM_FIELDS, *_MEDIA_FIELDS, "history")
+    shared = {name: record[name] for name in other_fields if record.get(name) is not None}
+    kind, records = _answered_prompts(record, answers, location)
     examples: list[Example] = []
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        fields = {"prompt": prompt, "completion": answer}
-        names = ("tools", "functions", *_SYSTEM_FIELDS, *_MEDIA_FIELDS)
-        fields |= {other: record[other] for other in names if record.get(other) is not None}
-        example = _parse_example("prompt", fields, f"{location}: {name}")
-        assert example is not None
+    for name, fields in records.items():
+        example = _parse_example(kind, shared | fields, f"{location}: {name}")
+        if example is None:
+            hint = "write the instruction, or the turns before the answer"
+            raise DataError(f"{location}: a preference without a prompt", got=_list_fields(record), hint=hint)
+        if kind in _TURN_FIELDS:
+            example = dataclasses.replace(example, first=len(example.messages) - 1)
         examples.append(dataclasses.replace(example, where=location))
     return dataclasses.replace(examples[0], rejected=examples[1])
+
+
+def _answered_prompts(
+    record: Mapping[str, Any], answers: Mapping[str, Any], location: str
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the kind of the prompt of a preference, and for each answer a record of this kind."""
+    prompt, lists = record.get("prompt"), all(isinstance(answer, list) for answer in answers.values())
+    if prompt is None and not lists:
+        if isinstance(record.get("instruction"), str):
+            fields = {name: record[name] for name in ("instruction", "input") if name in record}
+            return "alpaca", {name: fields | {"output": answer} for name, answer in answers.items()}
+        turns = next((record[name] for name in _TURN_FIELDS if not _is_blank(record.get(name))), None)
+        if isinstance(turns, str):
+            turns = parse_list(turns.encode("utf-8", "surrogatepass"), f"{location}: the turns")
+        if isinstance(turns, list):
+            has_roles = any(isinstance(turn, Mapping) and "role" in turn for turn in turns)
+            kind, speaker, text = ("messages", "role", "content") if has_roles else ("conversations", "from", "value")
+            author = "assistant" if has_roles else "gpt"
+            records: dict[str, dict[str, Any]] = {}
+            for name, answer in answers.items():
+                turn = {speaker: author, text: answer} if isinstance(answer, str) else answer
+                records[name] = {kind: [*turns, turn]}
+            return kind, records
+    if lists and not isinstance(prompt, list):  # the answers may repeat the prompt, next to the prompt as text
+        chosen, rejected = answers.values()
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        num_common = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+        if num_common and num_common not in (len(chosen), len(rejected)):
+            prompt = chosen[:num_common]
+            answers = {name: answer[num_common:] for name, answer in answers.items()}
+        elif prompt is None:
+            hint = "begin both with the messages of one prompt, and add one answer to each"
+            raise DataError(f"{location}: chosen and rejected have different prompts, or no answer", hint=hint)
+    if prompt is None:
+        hint = "write the prompt in its own field, or both answers as messages that begin with the prompt"
+        raise DataError(f"{location}: a preference without a prompt", got=_list_fields(record), hint=hint)
+    return "prompt", {name: {"prompt": prompt, "completion": answer} for name, answer in answers.items()}
 
 
 def _check_speakers(record: Mapping[str, Any], location: str) -> None:
