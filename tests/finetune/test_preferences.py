@@ -20,6 +20,7 @@ from lowtide.core import ConfigError, DataError
 from lowtide.finetune import FinetuneConfig, objectives
 from lowtide.finetune._job import JobPlan
 from lowtide.finetune._run import Finetune
+from lowtide.finetune._run_folder import MemoryTable
 from lowtide.finetune.data import record_data
 from lowtide.finetune.data._encode import open_store
 from lowtide.finetune.data._normalize import parse_record
@@ -216,11 +217,20 @@ def test_objectives_without_a_reference(name: str, settings: dict[str, Any], tmp
 
 
 @pytest.mark.slow_after(1)
-def test_a_run_learns_a_preference_and_resumes(tmp_path: Path) -> None:
+def test_a_run_learns_a_preference_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = str(write_pairs(tmp_path / "pairs.jsonl", 80))
     settings: dict[str, Any] = {"data": data, "objective": "dpo", "seq_len": 96, "batch_size": 4}
     settings |= {"num_microbatches": 2, "eval_every": 20, "checkpoint_every": 10, "learning_rate": 1e-3}
     whole = Finetune(FinetuneConfig(**settings, num_steps=20), tmp_path / "whole")
+
+    def loss_of_naive_step(model: Any, loss_fn: Any, tx: Any, wrt: Any, batch: Any, **_: Any) -> Any:
+        return loss_fn(model, batch)[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lowtide.finetune._run.analyze_naive", loss_of_naive_step)
+        unused: Any = None
+        table = MemoryTable(ours=unused, trainable_bytes=0, frozen_bytes=0, gradient_bytes=0, optimizer_bytes=0)
+        assert whole.compare(table).naive == pytest.approx(np.log(2), rel=1e-3)
     records: list[dict[str, Any]] = []
     whole.run(records.append)
     steps = [record for record in records if "loss" in record]

@@ -110,7 +110,7 @@ class JobPlan:
     @property
     def loss_fn(self) -> Callable[..., Any]:
         """The loss function of the step; with dropout it also takes a random key."""
-        loss_fn, rate = _objective_loss(self.config), self.config.lora_dropout
+        loss_fn, rate = objective_loss(self.config), self.config.lora_dropout
         return partial(_loss_with_dropout, loss_fn, rate) if rate else loss_fn
 
     @property
@@ -213,7 +213,7 @@ def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) 
     ]
     key = jax.random.key(config.seed)
     # EVA runs no backward pass, and reads the inputs of supervised tuning.
-    loss_fn = _objective_loss(dataclasses.replace(config, layers_per_remat=1, objective="sft"))
+    loss_fn = objective_loss(dataclasses.replace(config, layers_per_remat=1, objective="sft"))
     return lora.eva(base, _lora_config(config), loss_fn, microbatches, key=key, has_aux=True)
 
 
@@ -229,9 +229,12 @@ def _lora_config(config: FinetuneConfig) -> lora.Config:
     )
 
 
-def _objective_loss(config: FinetuneConfig) -> Callable[..., Any]:
-    """Return the loss of the objective, with layers that run as the settings say."""
-    inputs, loss_of_objective = inputs_place(config), objective(config.objective).loss
+def objective_loss(config: FinetuneConfig, inputs: Memory | None = None) -> Callable[..., Any]:
+    """Return the loss of the objective, with layers that run as the settings say.
+
+    `inputs` replaces the memory that the settings select for the kept inputs of layers.
+    """
+    inputs, loss_of_objective = inputs or inputs_place(config), objective(config.objective).loss
     is_recomputed = config.remat or inputs == "host"
     remat = Remat(layer_inputs=inputs, layers_per_remat=config.layers_per_remat) if is_recomputed else None
 

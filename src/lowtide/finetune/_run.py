@@ -32,7 +32,18 @@ from ..train import Callback, EarlyStopping, Record, Tracker, Trainer, analyze_n
 from ._base import directory_of, load_end_tokens, read_auxiliary_files, tokenizer_folder, write_model
 from ._budget import current_plan, planned_config
 from ._config import FinetuneConfig, config_to_toml, with_steps
-from ._job import WRT, JobPlan, add_eva_adapter, hidden, inputs_place, is_weight, load_base, num_targets, optimizer
+from ._job import (
+    WRT,
+    JobPlan,
+    add_eva_adapter,
+    hidden,
+    inputs_place,
+    is_weight,
+    load_base,
+    num_targets,
+    objective_loss,
+    optimizer,
+)
 from ._run_folder import (
     ADAPTER,
     CHECKPOINTS,
@@ -215,12 +226,12 @@ class Finetune:
         try:
             naive = analyze_naive(
                 model,
-                partial(models.loss, remat=self.config.remat),
+                objective_loss(dataclasses.replace(self.config, layers_per_remat=1), "device"),
                 optimizer(dataclasses.replace(self.config, offload=()), self.schedule),
                 is_weight if self.config.full else WRT,
                 batch,
                 num_microbatches=self.config.num_microbatches,
-                weight=num_targets,
+                weight=objective(self.config.objective).weight,
                 target=target,
             )
         except jax.errors.JaxRuntimeError as error:
