@@ -66,6 +66,8 @@ def test_published_shapes_of_records() -> None:
     assert example is not None and example.rejected is not None and not example.unread
     assert (example.kind, example.prompt, example.more) == ("alpaca", "Which?", "sea")
     assert (example.text, example.rejected.text) == ("Low.", "High.")
+    example = parse_record(instruction | {"tools": [{"name": "f"}], "messages": CHAT}, "x", {})
+    assert example is not None and example.unread == ("tools", "messages")
     texts = {"chosen": "Low.", "rejected": "High."}
     turns = {"conversations": [{"from": "human", "value": "Which tide?"}], "system": "Be short."}
     speakers = {name: {"from": "gpt", "value": text} for name, text in texts.items()}

@@ -182,8 +182,12 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     fields_used = {*columns.values()} or {*_SCHEMAS[kind].model_fields, *_extra_fields(kind)}
     if not columns and str(raw.get("label")).lower() not in ("true", "false"):
         fields_used.discard("label")  # no verdict on the answer, but for example the number of a class
-    unread = tuple(name for name in raw if name not in fields_used)
+    if kind == "preference" and not columns and record.get("prompt") is not None:
+        fields_used -= {"instruction", "input", *_TURN_FIELDS}
     example = _parse_example(kind, record, where)
+    if example and example.kind == "alpaca" and not columns:
+        fields_used -= {"tools", "functions", *_TURN_FIELDS}
+    unread = tuple(name for name in raw if name not in fields_used)
     return example and dataclasses.replace(example, unread=unread)
 
 
@@ -248,7 +252,7 @@ def _preference(record: Mapping[str, Any], location: str) -> Example:
     if chosen == rejected:
         hint = "remove the record: equal answers express no preference"
         raise DataError(f"{location}: chosen and rejected are equal", hint=hint)
-    other_fields = ("tools", "functions", *_SYSTEM_FIELDS, *_MEDIA_FIELDS, "history")
+    other_fields = ("tools", "functions", *_SYSTEM_FIELDS, *_MEDIA_FIELDS)
     shared = {name: record[name] for name in other_fields if record.get(name) is not None}
     kind, records = _answered_prompts(record, answers, location)
     examples: list[Example] = []
@@ -271,6 +275,9 @@ def _answered_prompts(
     if prompt is None and not lists:
         if isinstance(record.get("instruction"), str):
             fields = {name: record[name] for name in ("instruction", "input") if name in record}
+            if not _is_blank(record.get("history")):
+                hint = "write earlier turns and the instruction as conversations, next to chosen and rejected"
+                raise DataError(f"{location}: history is not read with instruction, chosen and rejected", hint=hint)
             return "alpaca", {name: fields | {"output": answer} for name, answer in answers.items()}
         turns = next((record[name] for name in _TURN_FIELDS if not _is_blank(record.get(name))), None)
         if isinstance(turns, str):
