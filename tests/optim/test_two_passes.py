@@ -90,3 +90,23 @@ def test_each_pass_reads_everything_once(form: str, weights: Any) -> None:
     one_pass = 3 * tree_bytes(params) + 2 * tree_bytes(state)
     assert one_pass < program.bytes_accessed < 2 * one_pass
     assert program.report().device.temp_bytes < 0.1 * size
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("form", ["8bit", "companded", "fp8", "4bit"])
+def test_gradients_of_stacked_layers_are_stored_once(form: str) -> None:
+    shape = (8, 1024, 1024)
+    tx = low_precision(optax.adamw(1e-3), form)
+
+    def step(params: Any, state: Any, h: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["w"])[0].sum()
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    args = params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((16, 1024), jnp.float32)
+    program = compile(step, *args, target="h100", donate_argnums=(0, 1))
+    assert program.report().device.temp_bytes < 1.5 * tree_bytes(params)
