@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import types
@@ -18,7 +19,7 @@ import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, DataError
 from lowtide.finetune import FinetuneConfig, objectives
-from lowtide.finetune._job import JobPlan
+from lowtide.finetune._job import JobPlan, reference_columns
 from lowtide.finetune._run import Finetune
 from lowtide.finetune._run_folder import MemoryTable
 from lowtide.finetune.data import record_data
@@ -27,6 +28,7 @@ from lowtide.finetune.data._normalize import parse_record
 from lowtide.finetune.data._pack import Pieces, Rows, RowSource, cut_documents
 from lowtide.finetune.objectives import objective
 from lowtide.finetune.objectives._objective import Objective
+from lowtide.memory import Job
 
 CHAT = [{"role": "user", "content": "Which tide?"}]
 ANSWERS = [[{"role": "assistant", "content": text}] for text in ("Low.", "High.")]
@@ -218,10 +220,26 @@ def test_objectives_without_a_reference(name: str, settings: dict[str, Any], tmp
     assert all(np.allclose(metrics[key], value, rtol=1e-3) for key, value in wanted_metrics.items())
 
 
+def test_the_reference_is_the_same_in_the_step_and_as_a_column(tmp_path: Path) -> None:
+    plan = job(tmp_path)
+    tokenizer = models.load_tokenizer(models.base_path())
+    data = record_data(tmp_path / "pairs.jsonl", tokenizer, None, seq_len=64, batch_size=2, seed=0)
+    batch = jax.tree.map(jnp.asarray, data.train[0])
+    model = jax.tree.map(lambda leaf: leaf + 0.01, plan.model)
+    columns = reference_columns(plan.config)(lt.lora.disable(model), batch)
+    loss_fn = jax.jit(plan.loss_fn)
+    with_column = loss_fn(model, batch | columns)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), with_column, loss_fn(model, batch))
+    assert float(loss_fn(model, batch | {"reference": columns["reference"] + 1})[0]) == pytest.approx(with_column[0])
+    shifted = columns["reference"].at[:, 1::2].add(1.0)  # preferred answers only
+    assert float(loss_fn(model, batch | {"reference": shifted})[0]) > float(with_column[0]) + 0.01
+
+
 @pytest.mark.slow_after(1)
-def test_a_run_learns_a_preference_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_a_run_learns_a_preference_and_resumes(full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = str(write_pairs(tmp_path / "pairs.jsonl", 80))
-    settings: dict[str, Any] = {"data": data, "objective": "dpo", "seq_len": 96, "batch_size": 4}
+    settings: dict[str, Any] = {"data": data, "objective": "dpo", "seq_len": 96, "batch_size": 4, "full": full}
     settings |= {"num_microbatches": 2, "eval_every": 20, "checkpoint_every": 10, "learning_rate": 1e-3}
     whole = Finetune(FinetuneConfig(**settings, num_steps=20), tmp_path / "whole")
 
@@ -256,7 +274,6 @@ def test_a_run_learns_a_preference_and_resumes(tmp_path: Path, monkeypatch: pyte
         ({"beta": 0.2}, "beta applies only to dpo, orpo, simpo, cpo"),
         ({"objective": "orpo", "preference_loss": "ipo"}, "preference_loss applies only to dpo"),
         ({"objective": "dpo"}, "needs data"),
-        ({"objective": "dpo", "data": "x", "full": True}, "objective contradicts full"),
         ({"objective": "dpo", "data": "x", "loss_on": "all"}, "objective contradicts loss_on"),
         ({"objective": "dpo", "data": "x", "too_long": "split"}, "objective contradicts too_long"),
         ({"objective": "dpo", "data": "x", "label_smoothing": 0.6}, "label_smoothing is out of range"),
@@ -329,6 +346,26 @@ def test_preferences_need_the_memory_of_supervised_tuning(tmp_path: Path) -> Non
     assert preferences.device_bytes <= 1.15 * supervised.device_bytes
     assert preferences.by_role["frozen"] == supervised.by_role["frozen"]
     assert preferences.device.temp_bytes < supervised.by_role["frozen"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
+def test_full_tuning_of_one_billion_parameters_fits_a_v5e(tmp_path: Path) -> None:
+    """Two pairs of 2,048 tokens an answer; weights, optimizer state and reference are on the host."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES_8B | sizes | {"tie_word_embeddings": True}))
+    config = FinetuneConfig(
+        **{"model": str(tmp_path), "data": "pairs.jsonl", "objective": "dpo", "full": True},
+        **{"batch_size": 2, "seq_len": 4096},
+    )
+    job = JobPlan.from_shapes(config, lt.target("v5e")).job()
+    step = job.analyze("v5e")
+    assert step.fits and step.device_bytes < 4 * 2**30
+    base = JobPlan.from_shapes(dataclasses.replace(config, offload=("parameters",)), lt.target("v5e")).base
+    batch = {name: leaf for name, leaf in job.args[2].items() if name != "reference"}
+    reference = Job(fn=reference_columns(config), args=(base, batch), roles={"base": 0, "batch": 1}).analyze("v5e")
+    assert reference.device_bytes < 1.7 * 2**30 and reference.by_role["base"] < 2**20 < reference.host_bytes / 2**11
 
 
 @pytest.mark.slow_after(1)

@@ -15,8 +15,8 @@ import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, NonFiniteError, StructureError, leaves_with_paths, tree_bytes
 from lowtide.finetune import Finetune, FinetuneConfig, _job
-from lowtide.finetune._job import full_step, inputs_place, is_hosted, loss, optimizer
-from lowtide.finetune._job import num_targets as _num_targets
+from lowtide.finetune._job import full_step, is_hosted, objective_loss, optimizer
+from lowtide.finetune.objectives._supervised import num_targets as _num_targets
 from lowtide.models import DecoderConfig
 from lowtide.offload import Clip, layerwise_step
 from lowtide.optim import PackedArray, low_precision
@@ -293,7 +293,7 @@ def report(shared):
             if where is not None:
                 model = dataclasses.replace(model, **lt.offload.to_host(params, where))
             schedule = optax.constant_schedule(1e-4)
-            loss_fn = partial(loss, inputs=inputs_place(config))
+            loss_fn = objective_loss(config)
             if config.full:
                 step = full_step(config, model.stack, schedule)
                 trainer = Trainer(model, loss_fn, step)

@@ -95,7 +95,8 @@ class FinetuneConfig:
     """Tokens of records that count in the loss: completion (the assistant's turns, completions and outputs) or all."""
     objective: ObjectiveName = "sft"
     """The loss that the run minimises. sft: supervised tuning. The others tune on pairs of a chosen and a rejected
-    answer. dpo: the reference is the model without adapters; orpo, simpo and cpo have no reference."""
+    answer. dpo: the reference is the model without adapters, with `full` the untuned model in host memory; orpo, simpo
+    and cpo have no reference."""
     beta: Positive | None = None
     """Strength of the preference; the default is 0.1, and 2 for simpo."""
     preference_loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
@@ -438,7 +439,6 @@ def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
     if config.objective == "sft":
         return
     refused = {
-        "full": "adapters are tuned",
         "loss_on": "only answers are compared",
         "modules_to_save": "the reference is the model without adapters",
     }

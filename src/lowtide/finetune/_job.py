@@ -30,7 +30,6 @@ from ..targets import resolve_target
 from ._base import directory_of, dtypes, formats, open_base, refuse_for_model, training_dtype, with_implementation
 from ._config import LORA_VARIANTS, FinetuneConfig, config_from_dict, with_seq_len
 from .objectives import objective
-from .objectives._supervised import num_targets
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -117,7 +116,7 @@ class JobPlan:
     def tx(self) -> Any:
         """The optimizer; with `full` a `lowtide.offload.LayerwiseStep`, which also computes the loss."""
         if self.config.full:
-            return full_step(self.config, self.base.stack, self.schedule)
+            return full_step(self.config, objective_stack(self.base, self.config), self.schedule)
         return optimizer(self.config, self.schedule)
 
     def job(self, *, drops_updates: bool = False) -> Job:
@@ -129,6 +128,8 @@ class JobPlan:
         names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
         batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
         if config.full:
+            if objective(config.objective).reference is not None:
+                batch |= jax.eval_shape(reference_columns(config), self.base, batch)
             args = (*tx.init(self.base.outer, self.base.layers), batch)
             return Job(fn=tx, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
         weight = objective(config.objective).weight
@@ -248,25 +249,40 @@ def objective_loss(config: FinetuneConfig, inputs: Memory | None = None) -> Call
     return loss_fn
 
 
+def objective_stack(model: models.Decoder, config: FinetuneConfig) -> LayerStack:
+    """Return the model as a stack whose last function computes the loss of the objective."""
+    loss_of_objective, empty = objective(config.objective).loss, dataclasses.replace(model, outer={}, layers={})
+
+    def last(outer: Tree, h: Any, batch: Tree) -> tuple[Any, Tree]:
+        return loss_of_objective(dataclasses.replace(empty, outer=outer), batch, lambda *_: h, config)
+
+    # The chunks of `chunked_log_probs` use the head in a loop, so only supervised tuning keeps running totals.
+    return empty.stack if config.objective == "sft" else dataclasses.replace(empty.stack, last=last, running=())
+
+
+def reference_columns(config: FinetuneConfig) -> Callable[[models.Decoder, Tree], Tree]:
+    """Return a compiled function that computes the columns of the objective's reference from a model and a batch."""
+    columns = objective(config.objective).reference
+    assert columns is not None
+
+    @jax.jit
+    def compute(model: models.Decoder, batch: Tree) -> Tree:
+        model = dataclasses.replace(model, outer=_on_device(model.outer))
+        return columns(model, batch, hidden)
+
+    return compute
+
+
+def load_reference(config: FinetuneConfig, directory: Path) -> models.Decoder:
+    """Load the untuned model again, as the reference of a run that tunes all parameters; matrices are on the host."""
+    return load_base(dataclasses.replace(config, offload=("parameters",)), directory, None)[0]
+
+
 def _loss_with_dropout(
     loss_fn: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool
 ) -> Any:
     """Compute the loss; in a training step, the inputs of the adapters get dropout."""
     return loss_fn(lora.dropout(model, rate, key=key) if training else model, batch)
-
-
-def loss(
-    model: models.Decoder, batch: Tree, *, remat: bool = True, layers_per_remat: int = 1, inputs: Memory = "device"
-) -> tuple[Any, Tree]:
-    """Compute `lowtide.models.loss` for a model whose leaves may be in host memory.
-
-    Layers on the host are streamed one at a time and always recomputed, each from its own kept input. So the device
-    holds two layers, and the activations of one layer. Outer leaves on the host are copied to the device as a whole.
-    With ``inputs="host"`` the kept inputs of blocks are on the host until the backward pass.
-    """
-    outer = _on_device(model.outer)
-    settings = Remat(layer_inputs=inputs, layers_per_remat=layers_per_remat) if remat or inputs == "host" else None
-    return model.stack.last(outer, _hidden(model, outer, batch, settings), batch)
 
 
 def hidden(model: models.Decoder, batch: Tree) -> Any:
@@ -348,7 +364,7 @@ def full_step(config: FinetuneConfig, stack: LayerStack, schedule: optax.Schedul
         place=_places(config),
         clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode) if config.max_grad_norm else None,
         num_microbatches=config.num_microbatches,
-        weight=num_targets,
+        weight=objective(config.objective).weight,
     )
 
 

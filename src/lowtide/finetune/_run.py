@@ -40,9 +40,11 @@ from ._job import (
     inputs_place,
     is_weight,
     load_base,
-    num_targets,
+    load_reference,
     objective_loss,
+    objective_stack,
     optimizer,
+    reference_columns,
 )
 from ._run_folder import (
     ADAPTER,
@@ -64,8 +66,9 @@ from ._run_folder import (
 )
 from .data._encode import decode_after
 from .data._load import load_data
-from .data._pack import IGNORE
+from .data._pack import IGNORE, TextData
 from .objectives import objective
+from .objectives._reference import ReferencedBatches
 
 _PROMPT_TOKENS = 24
 """Tokens of the prompt for a sample from plain text."""
@@ -122,7 +125,7 @@ class Finetune:
         day = call_on_first(lambda: start_day(self.out))
         options: dict[str, Any] = {"end_token": self.ends.text, "day": day, "on_progress": on_tokenise}
         options |= {"vocab_size": self.base.config.vocab_size, "context": self.base.config.max_position_embeddings}
-        self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
+        self.data = self._with_reference(load_data(config, self.tokenizer_dir, self.tokenizer, **options), config)
         run_config = dataclasses.replace(run_config, seq_len=self.data.seq_len)
         self.plan = None if known is None else current_plan(known, run_config, config)
         """What the step keeps of each layer, and its number of microbatches; None for the step of the settings."""
@@ -181,6 +184,14 @@ class Finetune:
         check_checkpoint(self.out, config, self.resumed_at)
         if config.lora_init == "eva" and self.resumed_at is None:
             self.trainer.update(add_eva_adapter(self.base, config, self.data.train))
+
+    def _with_reference(self, data: TextData, config: FinetuneConfig) -> TextData:
+        """Add the columns of a reference model to the batches; with adapters, the base is the reference."""
+        if not config.full or objective(config.objective).reference is None:
+            return data
+        columns = partial(reference_columns(config), load_reference(config, self.directory))
+        batches = {name: ReferencedBatches(getattr(data, name), columns) for name in ("train", "held_out")}
+        return dataclasses.replace(data, **batches)
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
         """Compile the step of `run`, and report its bytes.
@@ -438,6 +449,9 @@ def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
         if words == ["activations"]:
             hint += "; with --pipeline activations can be offloaded"
         raise ConfigError(f"{setting} cannot be sharded over devices yet", hint=hint)
+    if is_pipeline and objective(config.objective).reference is not None:
+        hint = "leave out --pipeline, or tune with --objective orpo, simpo or cpo"
+        raise ConfigError(f"objective {config.objective} runs a reference, which stages of a pipeline lack", hint=hint)
     if is_pipeline and config.layers_per_remat > 1:
         problem = "layers_per_remat contradicts --pipeline, whose stages keep the input of each layer"
         hint = "leave layers_per_remat out; --offload activations moves those inputs to the host"
@@ -458,11 +472,11 @@ def _pipeline(config: FinetuneConfig, model: models.Decoder, sharding: ShardingR
     )
     plan = schedule(num_stages=sharding.mesh.shape[STAGE], num_microbatches=num_microbatches)
     return value_and_grad(
-        model.stack,
+        objective_stack(model, config),
         plan,
         mesh=sharding.mesh,
         wrt=WRT,
-        weight=num_targets,
+        weight=objective(config.objective).weight,
         remat=config.remat,
         batch_axes=sharding.batch_axes,
         inputs=inputs_place(config),

@@ -14,7 +14,7 @@ Hidden = Callable[[Any, Tree], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Loss of a run, and the records that it needs."""
+    """Loss of a run, and the records and the reference that it needs."""
 
     description: str
     """A phrase for messages and help."""
@@ -22,5 +22,8 @@ class Objective:
     """Computes the loss and metrics from the model, a batch, a function for the last block's output, and the config."""
     weight: Callable[[Tree], Any]
     """Returns the weight of a microbatch in the mean over microbatches."""
+    reference: Callable[[Any, Tree, Hidden], Tree] | None = None
+    """Computes columns of a batch, with a leading axis of rows, from a frozen reference model and the batch. None: the
+    loss has no reference. With adapters the loss may compute the columns from the model without adapters."""
     group: int = 1
     """Number of documents that a record becomes: 2 for preferences."""

@@ -1,8 +1,9 @@
-"""Preference tuning with adapters, with or without a reference.
+"""Preference tuning, with or without a reference.
 
 A row has pairs of documents: the prompt with the preferred answer, then the prompt with the other answer. Documents are
-numbered from 1, so preferred answers have odd segment numbers. The reference of DPO is the same model with its adapters
-switched off. No second copy of a weight exists, and no logits of more than a chunk.
+numbered from 1, so preferred answers have odd segment numbers. With adapters, the reference of DPO is the same model
+with its adapters switched off, so no second copy of a weight exists. With `full`, the untuned model stays on the host,
+and its sums are a column of the batch. No logits of more than a chunk exist.
 """
 
 from __future__ import annotations
@@ -44,14 +45,10 @@ class _Pairs(NamedTuple):
 
 def dpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
     """Compute the loss of `lowtide.losses.dpo` over the pairs of a batch."""
-    policy = _pairs(model, batch, hidden)
-    # The reference follows the policy, so that their activations do not exist at the same time.
-    base, chosen, rejected = jax.lax.optimization_barrier(
-        (jax.lax.stop_gradient(lora.disable(model)), policy.chosen, policy.rejected)
-    )
-    reference = jax.lax.stop_gradient(_pairs(base, batch, hidden))
+    sums, references = _sums_with_reference(model, batch, hidden)
+    policy, reference = _pairs_of(sums, batch), split_pairs(references)
     return losses.dpo(
-        *(chosen, rejected, reference.chosen, reference.rejected),
+        *(policy.chosen, policy.rejected, *reference),
         beta=config.beta or 0.1,
         variant=config.preference_loss,
         label_smoothing=config.label_smoothing,
@@ -80,11 +77,34 @@ def cpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any,
     return losses.cpo(pairs.chosen, pairs.rejected, pairs.nll, weights=pairs.weights, **options)
 
 
+def reference_column(model: Any, batch: Tree, hidden: Hidden) -> Tree:
+    """Compute the column ``reference``: the log-probability of each answer of a row, [B, T + 2]."""
+    return {"reference": _answer_sums(model, batch, hidden)}
+
+
+def _sums_with_reference(model: Any, batch: Tree, hidden: Hidden) -> tuple[Array, Array]:
+    """Return the log-probability of each answer under the model and its reference, both [B, T + 2]."""
+    sums = _answer_sums(model, batch, hidden)
+    if "reference" in batch:
+        return sums, batch["reference"]
+    # The reference follows the policy, so that their activations do not exist at the same time.
+    base, sums = jax.lax.optimization_barrier((jax.lax.stop_gradient(lora.disable(model)), sums))
+    return sums, jax.lax.stop_gradient(_answer_sums(base, batch, hidden))
+
+
+def _answer_sums(model: Any, batch: Tree, hidden: Hidden) -> Array:
+    return sum_by_document(model.log_probs(hidden(model, batch), batch["labels"]), batch["segment_ids"])
+
+
 def _pairs(model: Any, batch: Tree, hidden: Hidden) -> _Pairs:
-    tokens, segments = model.log_probs(hidden(model, batch), batch["labels"]), batch["segment_ids"]
-    lengths = split_pairs(sum_by_document((batch["labels"] != IGNORE).astype(jnp.float32), segments))
+    return _pairs_of(_answer_sums(model, batch, hidden), batch)
+
+
+def _pairs_of(sums: Array, batch: Tree) -> _Pairs:
+    is_answer = (batch["labels"] != IGNORE).astype(jnp.float32)
+    lengths = split_pairs(sum_by_document(is_answer, batch["segment_ids"]))
     weights = ((lengths[0] > 0) & (lengths[1] > 0)).astype(jnp.float32)
-    return _Pairs(*split_pairs(sum_by_document(tokens, segments)), lengths, weights)
+    return _Pairs(*split_pairs(sums), lengths, weights)
 
 
 def sum_by_document(values_BT: Array, segments_BT: Array) -> Array:
@@ -104,11 +124,11 @@ def num_pairs(batch: Tree) -> Any:
     return jnp.sum(jnp.max(batch["segment_ids"], axis=1) // 2)
 
 
-def _objective(description: str, loss: Any) -> Objective:
-    return Objective(description=description, loss=loss, weight=num_pairs, group=2)
+def _objective(description: str, loss: Any, reference: Any = None) -> Objective:
+    return Objective(description=description, loss=loss, weight=num_pairs, reference=reference, group=2)
 
 
-DPO = _objective("preference tuning with a reference (DPO)", dpo_loss)
+DPO = _objective("preference tuning with a reference (DPO)", dpo_loss, reference_column)
 ORPO = _objective("supervised and preference tuning (ORPO)", orpo_loss)
 SIMPO = _objective("preference tuning by mean log-probabilities (SimPO)", simpo_loss)
 CPO = _objective("contrastive preference tuning (CPO)", cpo_loss)
