@@ -94,9 +94,9 @@ class FinetuneConfig:
     loss_on: Literal["completion", "all"] = "completion"
     """Tokens of records that count in the loss: completion (the assistant's turns, completions and outputs) or all."""
     objective: ObjectiveName = "sft"
-    """The loss that the run minimises. sft: supervised tuning. The others tune on pairs of a chosen and a rejected
-    answer. dpo: the reference is the model without adapters, with `full` the untuned model in host memory; orpo, simpo
-    and cpo have no reference."""
+    """The loss that the run minimises. sft: supervised tuning. dpo, orpo, simpo and cpo tune on pairs of a chosen and a
+    rejected answer; only dpo has a reference: the model without adapters, or with `full` the untuned model in host
+    memory. distillation: imitate the probabilities of a teacher."""
     beta: Positive | None = None
     """Strength of the preference; the default is 0.1, and 2 for simpo."""
     preference_loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
@@ -105,8 +105,15 @@ class FinetuneConfig:
     """Share of pairs whose labels are wrong, below 0.5; for dpo (sigmoid and robust), simpo and cpo."""
     preference_margin: NotNegative = 1.0
     """Least difference of the rewards in simpo."""
-    nll_weight: NotNegative = 1.0
-    """Weight of the cross-entropy of chosen answers in cpo."""
+    nll_weight: NotNegative | None = None
+    """Weight of the cross-entropy: in cpo of chosen answers, 1 by default; in distillation of learned tokens, 0."""
+    teacher: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR", **_PATH})
+    """The model that distillation imitates: a folder or GGUF file of a model with the same tokenizer. Its weights are
+    in host memory, and run layer by layer before each step."""
+    teacher_top_k: Count = 64
+    """Number of the teacher's most probable tokens that distillation imitates at each position."""
+    temperature: Positive = 1.0
+    """Number by which distillation divides the logits of both models."""
     packing: Literal["auto", "best-fit", "none", "contiguous"] = "auto"
     """How documents are arranged in rows of seq_len tokens. best-fit: several whole documents a row, without attention
     between them; none: one document a row; contiguous: windows over one stream of text; auto: contiguous for plain
@@ -261,7 +268,7 @@ class FinetuneConfig:
     @property
     def loss_unit(self) -> str:
         """Unit of the loss: nats per token, or per pair of a preference."""
-        return "nats/token" if self.objective == "sft" else "nats/pair"
+        return "nats/pair" if self.objective in _PREFERENCES else "nats/token"
 
     @property
     def is_packed(self) -> bool:
@@ -436,7 +443,9 @@ def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
         if name in changed and config.objective not in objectives:
             hint = f"leave {name} out, or tune with --objective {objectives[0]}"
             raise ConfigError(f"{name} applies only to {', '.join(objectives)}", hint=hint)
-    if config.objective == "sft":
+    if (config.objective == "distillation") != (config.teacher is not None):
+        raise ConfigError("distillation needs a teacher", hint="name its folder with --teacher DIR")
+    if config.objective not in _PREFERENCES:
         return
     refused = {
         "loss_on": "only answers are compared",
@@ -526,12 +535,15 @@ def _refuse_with_full(names: list[str]) -> None:
         raise ConfigError(f"{names[0]} is a setting of adapters, and full tunes all parameters without one", hint=hint)
 
 
+_PREFERENCES = ("dpo", "orpo", "simpo", "cpo")
+"""Objectives that compare two answers."""
 _OBJECTIVES_WITH = {
-    "beta": ("dpo", "orpo", "simpo", "cpo"),
+    "beta": _PREFERENCES,
     "preference_loss": ("dpo",),
     "label_smoothing": ("dpo", "simpo", "cpo"),
     "preference_margin": ("simpo",),
-    "nll_weight": ("cpo",),
+    "nll_weight": ("cpo", "distillation"),
+    **dict.fromkeys(("teacher", "teacher_top_k", "temperature"), ("distillation",)),
 }
 """Objectives that read a setting; `FinetuneConfig` refuses it with any other."""
 _SYNONYMS = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +22,16 @@ import optax
 
 from .. import models, offload, quant, train
 from ..adapters import lora
-from ..core import LayerStack, Tree, hidden_pass, leaves_with_paths, memory_space, tree_bytes
+from ..core import ConfigError, LayerStack, Tree, hidden_pass, leaves_with_paths, memory_space, tree_bytes
 from ..memory import Job, Target
 from ..optim import low_precision
 from ..planning import Memory, Remat
 from ..targets import resolve_target
 from ._base import directory_of, dtypes, formats, open_base, refuse_for_model, training_dtype, with_implementation
 from ._config import LORA_VARIANTS, FinetuneConfig, config_from_dict, with_seq_len
+from .data._pack import TextData
 from .objectives import objective
+from .objectives._reference import BatchesWithColumns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -127,9 +129,9 @@ class JobPlan:
         config, tx = self.config, self.tx
         names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
         batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
+        if has_reference(config):
+            batch |= jax.eval_shape(reference_columns(config), self.base, batch)
         if config.full:
-            if objective(config.objective).reference is not None:
-                batch |= jax.eval_shape(reference_columns(config), self.base, batch)
             args = (*tx.init(self.base.outer, self.base.layers), batch)
             return Job(fn=tx, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
         weight = objective(config.objective).weight
@@ -214,7 +216,7 @@ def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) 
     ]
     key = jax.random.key(config.seed)
     # EVA runs no backward pass, and reads the inputs of supervised tuning.
-    loss_fn = objective_loss(dataclasses.replace(config, layers_per_remat=1, objective="sft"))
+    loss_fn = objective_loss(dataclasses.replace(config, layers_per_remat=1), name="sft")
     return lora.eva(base, _lora_config(config), loss_fn, microbatches, key=key, has_aux=True)
 
 
@@ -230,12 +232,12 @@ def _lora_config(config: FinetuneConfig) -> lora.Config:
     )
 
 
-def objective_loss(config: FinetuneConfig, inputs: Memory | None = None) -> Callable[..., Any]:
+def objective_loss(config: FinetuneConfig, inputs: Memory | None = None, name: str | None = None) -> Callable[..., Any]:
     """Return the loss of the objective, with layers that run as the settings say.
 
-    `inputs` replaces the memory that the settings select for the kept inputs of layers.
+    `inputs` replaces the memory that the settings select for the kept inputs of layers, and `name` the objective.
     """
-    inputs, loss_of_objective = inputs or inputs_place(config), objective(config.objective).loss
+    inputs, loss_of_objective = inputs or inputs_place(config), objective(name or config.objective).loss
     is_recomputed = config.remat or inputs == "host"
     remat = Remat(layer_inputs=inputs, layers_per_remat=config.layers_per_remat) if is_recomputed else None
 
@@ -268,14 +270,45 @@ def reference_columns(config: FinetuneConfig) -> Callable[[models.Decoder, Tree]
     @jax.jit
     def compute(model: models.Decoder, batch: Tree) -> Tree:
         model = dataclasses.replace(model, outer=_on_device(model.outer))
-        return columns(model, batch, hidden)
+        return columns(model, batch, hidden, config)
 
     return compute
 
 
-def load_reference(config: FinetuneConfig, directory: Path) -> models.Decoder:
-    """Load the untuned model again, as the reference of a run that tunes all parameters; matrices are on the host."""
-    return load_base(dataclasses.replace(config, offload=("parameters",)), directory, None)[0]
+def has_reference(config: FinetuneConfig) -> bool:
+    """Return whether a frozen model in host memory computes columns of each batch before the step.
+
+    With adapters, the reference of preferences is the base, which the step has anyway.
+    """
+    return config.teacher is not None or (config.full and objective(config.objective).reference is not None)
+
+
+def with_reference(data: TextData, config: FinetuneConfig, base: models.Decoder, tokenizer: Tokenizer) -> TextData:
+    """Add the columns of a frozen model to the batches, if the objective reads them."""
+    if not has_reference(config):
+        return data
+    columns = partial(reference_columns(config), load_reference(config, base, tokenizer))
+    train, held_out = (BatchesWithColumns(batches, columns) for batches in (data.train, data.held_out))
+    return dataclasses.replace(data, train=train, held_out=held_out)
+
+
+def load_reference(config: FinetuneConfig, base: models.Decoder, tokenizer: Tokenizer) -> models.Decoder:
+    """Load the frozen model of `has_reference`, with its matrices on the host: the teacher, or the untuned model."""
+    directory = directory_of(config) if config.teacher is None else Path(config.teacher)
+    refuse_for_model(FinetuneConfig(offload=("parameters",)), directory)
+    model, its_tokenizer = open_base(
+        directory,
+        tokenizer=config.tokenizer if config.teacher is None else None,
+        compute_dtype=config.compute_dtype,
+        host=_matrices_of(("layers", "outer")),
+        attention=config.attention,
+        tile_tokens=config.tile_tokens,
+    )
+    if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        hint = "name a teacher with the tokenizer of the model, such as a larger model of the same family"
+        raise ConfigError(f"teacher: {directory} has another tokenizer than the model", hint=hint)
+    # The heads of one family may have different numbers of rows that no token uses.
+    return model.with_vocabulary(min(model.config.vocab_size, base.config.vocab_size))
 
 
 def _loss_with_dropout(
@@ -311,9 +344,13 @@ def _on_device(tree: Tree) -> Tree:
 def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
     """Return a predicate for `lowtide.models.load` that selects the leaves for host memory, or None for no leaf."""
     memories = _places(config) if config.full else {"layers": "host"} if "parameters" in (config.offload or ()) else {}
+    return _matrices_of([name for name in ("layers", "outer") if memories.get(name) == "host"])
+
+
+def _matrices_of(parts: Collection[str]) -> Callable[[str, Any], bool] | None:
     # Vectors stay on the device: they are small, and a TPU cannot slice a single half-precision row in host memory.
     # Leaves of `layers` have one more axis than a weight, the layer, so a stacked vector has two.
-    min_ndim = {name: 3 if name == "layers" else 2 for name in ("layers", "outer") if memories.get(name) == "host"}
+    min_ndim = {name: 3 if name == "layers" else 2 for name in parts}
     return (lambda path, leaf: leaf.ndim >= min_ndim.get(path.partition("/")[0], math.inf)) if min_ndim else None
 
 

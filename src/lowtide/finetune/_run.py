@@ -40,11 +40,10 @@ from ._job import (
     inputs_place,
     is_weight,
     load_base,
-    load_reference,
     objective_loss,
     objective_stack,
     optimizer,
-    reference_columns,
+    with_reference,
 )
 from ._run_folder import (
     ADAPTER,
@@ -66,9 +65,8 @@ from ._run_folder import (
 )
 from .data._encode import decode_after
 from .data._load import load_data
-from .data._pack import IGNORE, TextData
+from .data._pack import IGNORE
 from .objectives import objective
-from .objectives._reference import ReferencedBatches
 
 _PROMPT_TOKENS = 24
 """Tokens of the prompt for a sample from plain text."""
@@ -125,7 +123,8 @@ class Finetune:
         day = call_on_first(lambda: start_day(self.out))
         options: dict[str, Any] = {"end_token": self.ends.text, "day": day, "on_progress": on_tokenise}
         options |= {"vocab_size": self.base.config.vocab_size, "context": self.base.config.max_position_embeddings}
-        self.data = self._with_reference(load_data(config, self.tokenizer_dir, self.tokenizer, **options), config)
+        self.data = load_data(config, self.tokenizer_dir, self.tokenizer, **options)
+        self.data = with_reference(self.data, config, self.base, self.tokenizer)
         run_config = dataclasses.replace(run_config, seq_len=self.data.seq_len)
         self.plan = None if known is None else current_plan(known, run_config, config)
         """What the step keeps of each layer, and its number of microbatches; None for the step of the settings."""
@@ -159,7 +158,7 @@ class Finetune:
         # Only dropout uses the trainer's key; pipelines and layerwise steps take no seed.
         options = {"wrt": WRT, "seed": config.seed}
         if self.plan is None:
-            options |= {"num_microbatches": config.num_microbatches}
+            options["num_microbatches"] = config.num_microbatches
         else:  # `parts` has the placement and the formats already
             applied: dict[str, Any] = {"optimizer": "device", "parameters": "device", "formats": ()}
             options |= {"plan": dataclasses.replace(self.plan, **applied)}
@@ -184,14 +183,6 @@ class Finetune:
         check_checkpoint(self.out, config, self.resumed_at)
         if config.lora_init == "eva" and self.resumed_at is None:
             self.trainer.update(add_eva_adapter(self.base, config, self.data.train))
-
-    def _with_reference(self, data: TextData, config: FinetuneConfig) -> TextData:
-        """Add the columns of a reference model to the batches; with adapters, the base is the reference."""
-        if not config.full or objective(config.objective).reference is None:
-            return data
-        columns = partial(reference_columns(config), load_reference(config, self.directory))
-        batches = {name: ReferencedBatches(getattr(data, name), columns) for name in ("train", "held_out")}
-        return dataclasses.replace(data, **batches)
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
         """Compile the step of `run`, and report its bytes.
@@ -442,6 +433,8 @@ class Finetune:
 
 def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
     """Raise ConfigError for settings that sharded runs, or pipelines, do not support."""
+    if config.teacher is not None:
+        raise ConfigError("teacher: distillation runs on one device", hint="leave out --distributed and --pipeline")
     words = [word for word in config.offload or () if word != "activations" or not is_pipeline]
     if config.full or words:
         setting = "--full" if config.full else f"--offload {','.join(words)}"

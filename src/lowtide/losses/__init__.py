@@ -3,6 +3,9 @@
 from ._contrastive import embed_in_chunks as embed_in_chunks
 from ._contrastive import info_nce as info_nce
 from ._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+from ._distillation import distillation as distillation
+from ._distillation import distillation_top_k as distillation_top_k
+from ._distillation import top_log_probs as top_log_probs
 from ._log_probs import chunked_log_probs as chunked_log_probs
 from ._preferences import cpo as cpo
 from ._preferences import dpo as dpo
@@ -15,6 +18,8 @@ __all__ = [
     "chunked_cross_entropy",
     "chunked_log_probs",
     "cpo",
+    "distillation",
+    "distillation_top_k",
     "dpo",
     "embed_in_chunks",
     "info_nce",
@@ -22,4 +27,5 @@ __all__ = [
     "orpo",
     "reward",
     "simpo",
+    "top_log_probs",
 ]

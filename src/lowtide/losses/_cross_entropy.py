@@ -272,12 +272,7 @@ def chunk_log_probs(h_BCD: Array, head: Any, labels_BC: Array, *, ignore_index: 
 
 def _chunk_terms(h_BCD: Array, head: Any, labels_BC: Array, soft_cap: float | None) -> tuple[Array, Array, int]:
     """Return the log-probability of each label, the log of the sum of exponentials, and the size of the vocabulary."""
-    if isinstance(head, LinearWeight):
-        logits_BCV = linear(h_BCD, head).astype(jnp.float32)
-    else:
-        logits_BCV = _logits(h_BCD, head.astype(h_BCD.dtype))
-    if soft_cap is not None:
-        logits_BCV = soft_cap * jnp.tanh(logits_BCV / soft_cap)
+    logits_BCV = chunk_logits(h_BCD, head, soft_cap)
     # Not a lookup, whose gradient would be scattered into a float32 array of the logits' size.
     vocabulary = logits_BCV.shape[-1]
     is_gold_BCV = (
@@ -286,6 +281,15 @@ def _chunk_terms(h_BCD: Array, head: Any, labels_BC: Array, soft_cap: float | No
     gold_BC = jnp.sum(jnp.where(is_gold_BCV, logits_BCV, 0.0), axis=-1)
     partition_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
     return gold_BC - partition_BC, partition_BC, vocabulary
+
+
+def chunk_logits(h_BCD: Array, head: Any, soft_cap: float | None) -> Array:
+    """Return the logits of one chunk in float32."""
+    if isinstance(head, LinearWeight):
+        logits_BCV = linear(h_BCD, head).astype(jnp.float32)
+    else:
+        logits_BCV = _logits(h_BCD, head.astype(h_BCD.dtype))
+    return logits_BCV if soft_cap is None else soft_cap * jnp.tanh(logits_BCV / soft_cap)
 
 
 def _widen(labels_BC: Array) -> Array:

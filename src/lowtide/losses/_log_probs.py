@@ -9,14 +9,17 @@ Shapes: B batch axes, T sequence, C chunk of the sequence, D model, V vocabulary
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..core import LinearWeight, check_integer, check_number, num_token_shards, uniformly_varying
+from ..core import LinearWeight, Tree, check_integer, check_number, num_token_shards, uniformly_varying
 from ._cross_entropy import check_arrays, chunk_length, chunk_log_probs
+
+_Result = TypeVar("_Result")
 
 
 def chunked_log_probs(
@@ -62,34 +65,56 @@ def chunked_log_probs(
     check_arrays(h, head, labels)
     hint = "if no position is ignored, pass an integer that is not a label"
     check_integer("ignore_index", ignore_index, -(2**31), 2**31 - 1, hint=hint)
-    if soft_cap is not None:
-        check_number("soft_cap", soft_cap, above=0, hint="use None to leave logits unchanged")
+    check_chunks(chunk_size, soft_cap=soft_cap)
+    one_chunk = functools.partial(chunk_log_probs, ignore_index=ignore_index, soft_cap=soft_cap)
+    return map_chunks(lambda head, h, labels: one_chunk(h, head, labels), head, (h, labels), chunk_size)
+
+
+def check_chunks(chunk_size: int | None, **soft_caps: float | None) -> None:
+    """Raise ConfigError for a chunk size below 1, or a soft cap that is not positive."""
+    for name, soft_cap in soft_caps.items():
+        if soft_cap is not None:
+            check_number(name, soft_cap, above=0, hint="use None to leave logits unchanged")
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, hint="leave it out to choose it by the size of the vocabulary")
-    length, parts = labels.shape[-1], num_token_shards(labels.shape[-1], (h, labels))
+
+
+def map_chunks(fn: Callable[..., _Result], weights: Tree, tokens: tuple[Array, ...], chunk_size: int | None) -> _Result:
+    """Apply a function to chunks of a sequence, one after the other.
+
+    Args:
+        fn: computes arrays with the axes [*B, C, ...] from `weights` and the chunks of `tokens`. The backward pass
+            computes it again.
+        weights: arrays that every chunk reads; `chunk_length` takes the size of the vocabulary from the first head.
+        tokens: arrays with the axes [*B, T, ...], first the activations [*B, T, D], last the labels [*B, T]. Padding of
+            the last chunk is 0.
+        chunk_size: as in `chunked_log_probs`.
+    """
+    labels = tokens[-1]
+    axis, length = labels.ndim - 1, labels.shape[-1]
+    parts = num_token_shards(length, (tokens[0], labels))
     # One device's part of a sequence is cut into chunks, and the parts stay one axis of each chunk.
-    chunk = chunk_length(h, head, labels, chunk_size, parts)
-    leaves, treedef = jax.tree.flatten(head)
-    h, leaves, labels = uniformly_varying((h, leaves, labels))
+    head = weights[0] if isinstance(weights, tuple) else weights
+    chunk = chunk_length(tokens[0], head, labels, chunk_size, parts)
+    leaves, treedef = jax.tree.flatten(weights)
+    leaves, tokens = uniformly_varying((leaves, tokens))
     num_chunks = -(-length // (parts * chunk))
     padding = parts * chunk * num_chunks - length
 
-    def split(x: Array, axis: int, fill: int) -> Array:
+    def split(x: Array) -> Array:
         """Reshape the axis of tokens to [parts, chunks, C], and move the chunks to the front."""
-        widths = [(0, padding if index == axis else 0) for index in range(x.ndim)]
-        x = jnp.pad(x, widths, constant_values=fill) if padding else x
+        x = jnp.pad(x, [(0, padding if index == axis else 0) for index in range(x.ndim)]) if padding else x
         x = x.reshape(*x.shape[:axis], parts, num_chunks, chunk, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis + 1, 0)
 
-    axis = labels.ndim - 1
-    one_chunk = functools.partial(chunk_log_probs, ignore_index=ignore_index, soft_cap=soft_cap)
+    def join(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, axis + 1)
+        x = x.reshape(*x.shape[:axis], length + padding, *x.shape[axis + 3 :])
+        return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def body(leaves: list[Array], tokens: tuple[Array, Array]) -> Any:
-        return one_chunk(tokens[0], treedef.unflatten(leaves), tokens[1])
+    def body(leaves: list[Array], chunks: tuple[Array, ...]) -> Any:
+        return fn(treedef.unflatten(leaves), *chunks)
 
-    tokens = split(h, axis, 0), split(labels, axis, ignore_index)
-    _, log_probs = jax.lax.scan(lambda _, chunk: (None, body(leaves, chunk)), None, tokens)
-    log_probs = jnp.moveaxis(log_probs, 0, axis + 1)
-    log_probs = log_probs.reshape(*labels.shape[:-1], length + padding)
-    return log_probs[..., :length]
+    _, results = jax.lax.scan(lambda _, chunks: (None, body(leaves, chunks)), None, tuple(map(split, tokens)))
+    return jax.tree.map(join, results)

@@ -9,6 +9,7 @@ from ._config import DecoderConfig as DecoderConfig
 from ._config import Experts as Experts
 from ._config import RopeScaling as RopeScaling
 from ._decoder import Decoder as Decoder
+from ._decoder import hidden_states as hidden_states
 from ._decoder import init as init
 from ._decoder import logits as logits
 from ._decoder import loss as loss
@@ -49,6 +50,7 @@ __all__ = [
     "generate_batch",
     "gguf_file",
     "host_bytes",
+    "hidden_states",
     "init",
     "load",
     "load_config",

@@ -112,8 +112,11 @@ class Decoder:
             h: the last layer's output, as `LayerStack.hidden` of `stack` returns it.
             labels: the token after each position.
         """
-        h_BTD = rms_norm(activations(h), self.outer["norm"]["weight"], self.config)
-        return chunked_log_probs(h_BTD, _head_weight(self.outer), labels, soft_cap=self.config.final_soft_cap)
+        return chunked_log_probs(*self.head_inputs(h), labels, soft_cap=self.config.final_soft_cap)
+
+    def head_inputs(self, h: Any) -> tuple[Float[Array, "B T D"], Any]:
+        """Return the activations that enter the head, from the last layer's output, and the head's weight [V, D]."""
+        return rms_norm(activations(h), self.outer["norm"]["weight"], self.config), _head_weight(self.outer)
 
     def external_name(self, path: str) -> str:
         """Return the Hugging Face name of a module, with ``{layer}`` for the index of a stacked layer.
@@ -218,9 +221,34 @@ def logits(
     Memory:
         ``B * T * V * 4`` bytes; training uses `loss`, which never holds all logits.
     """
+    return head_logits(model, _hidden(model, tokens, segment_ids, positions))
+
+
+def hidden_states(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """Return the activations after the last norm, in the model's `compute_dtype`; `transformers` returns the same.
+
+    Args:
+        model: the decoder, with or without adapters.
+        tokens: token ids, shape [B, T].
+        segment_ids: as in `logits`.
+        positions: as in `logits`.
+
+    Raises:
+        StructureError, ConfigError: as in `Decoder.stack`.
+    """
+    return model.head_inputs(_hidden(model, tokens, segment_ids, positions))[0]
+
+
+def _hidden(model: Decoder, tokens: Array, segment_ids: Array | None, positions: Array | None) -> Any:
     inputs = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions}
     batch = {name: value for name, value in inputs.items() if value is not None}
-    return head_logits(model, model.stack.hidden(model.outer, model.layers, batch))
+    return model.stack.hidden(model.outer, model.layers, batch)
 
 
 def activations(h: Any) -> Float[Array, "B T D"]:
@@ -231,8 +259,7 @@ def activations(h: Any) -> Float[Array, "B T D"]:
 def head_logits(model: Decoder, h: Any) -> Float[Array, "B T V"]:
     """Return logits [B, T, V] in float32 from the last block's output, which is [B, T, D] or `Routed`."""
     cap = model.config.final_soft_cap
-    h_BTD = rms_norm(activations(h), model.outer["norm"]["weight"], model.config)
-    logits_BTV = linear(h_BTD, _head_weight(model.outer)).astype(jnp.float32)
+    logits_BTV = linear(*model.head_inputs(h)).astype(jnp.float32)
     return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 
 

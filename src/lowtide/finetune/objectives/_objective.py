@@ -22,8 +22,8 @@ class Objective:
     """Computes the loss and metrics from the model, a batch, a function for the last block's output, and the config."""
     weight: Callable[[Tree], Any]
     """Returns the weight of a microbatch in the mean over microbatches."""
-    reference: Callable[[Any, Tree, Hidden], Tree] | None = None
-    """Computes columns of a batch, with a leading axis of rows, from a frozen reference model and the batch. None: the
-    loss has no reference. With adapters the loss may compute the columns from the model without adapters."""
+    reference: Callable[[Any, Tree, Hidden, Any], Tree] | None = None
+    """Computes columns of a batch, with a leading axis of rows, from a frozen model and the arguments of `loss`. None:
+    the loss has no reference. With adapters the loss may compute the columns from the model without adapters."""
     group: int = 1
     """Number of documents that a record becomes: 2 for preferences."""

@@ -73,11 +73,11 @@ def simpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[An
 def cpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
     """Compute the loss of `lowtide.losses.cpo`; only answers count in its cross-entropy."""
     pairs, options = _pairs(model, batch, hidden), {"label_smoothing": config.label_smoothing}
-    options |= {"beta": config.beta or 0.1, "nll_weight": config.nll_weight}
+    options |= {"beta": config.beta or 0.1, "nll_weight": 1.0 if config.nll_weight is None else config.nll_weight}
     return losses.cpo(pairs.chosen, pairs.rejected, pairs.nll, weights=pairs.weights, **options)
 
 
-def reference_column(model: Any, batch: Tree, hidden: Hidden) -> Tree:
+def reference_column(model: Any, batch: Tree, hidden: Hidden, config: Any) -> Tree:
     """Compute the column ``reference``: the log-probability of each answer of a row, [B, T + 2]."""
     return {"reference": _answer_sums(model, batch, hidden)}
 

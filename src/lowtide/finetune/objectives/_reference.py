@@ -1,4 +1,4 @@
-"""Columns of batches that a frozen model computes: the reference of preferences.
+"""Columns of batches that a frozen model computes: a teacher, or the reference of preferences.
 
 A separate program computes the columns before each step. So the step holds neither the frozen model nor its
 activations. Layers of the frozen model are in host memory, and are streamed to the device one at a time.
@@ -12,7 +12,7 @@ from typing import Any
 from ...core import Tree
 
 
-class ReferencedBatches(Sequence[Tree]):
+class BatchesWithColumns(Sequence[Any]):
     """Batches by number, each with the columns that `columns` computes when the batch is read."""
 
     def __init__(self, batches: Any, columns: Callable[[Tree], Tree]) -> None:
