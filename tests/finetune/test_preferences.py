@@ -23,7 +23,7 @@ from lowtide.finetune._job import JobPlan, reference_columns
 from lowtide.finetune._run import Finetune
 from lowtide.finetune._run_folder import MemoryTable
 from lowtide.finetune.data import record_data
-from lowtide.finetune.data._encode import open_store
+from lowtide.finetune.data._encode import _with_mismatches, open_store
 from lowtide.finetune.data._normalize import parse_record
 from lowtide.finetune.data._pack import Pieces, Rows, RowSource, cut_documents
 from lowtide.finetune.objectives import objective
@@ -134,6 +134,114 @@ def test_a_row_keeps_the_documents_of_a_pair_together(tmp_path: Path) -> None:
     assert all("yes" in chosen and "no" in rejected for chosen, rejected in seen) and len(seen) >= 18
     with pytest.raises(DataError, match=r"too many preferences lose an answer(.|\n)*--seq-len above 16"):
         record_data(path, tokenizer, None, **{**options, "seq_len": 16})
+
+
+def write_verdicts(path: Path, count: int = 60) -> str:
+    words = "tide low moon sea sand shell wave boat fish gull".split()
+    rng = np.random.default_rng(0)
+    records: list[dict[str, Any]] = []
+    for _ in range(count):
+        a, b = rng.choice(words, 2, replace=False)
+        records += [
+            {"prompt": f"Say {a} and {b}: ", "completion": f"{a} {b} yes", "label": True},
+            {"prompt": f"Say {a} and {b}: ", "completion": f"{b} {a} no", "label": False},
+        ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+VERDICTS = [
+    [{"prompt": "a ", "completion": "b", "label": True}, {"prompt": "c ", "completion": "d", "label": False}],
+    [{"prompt": "a ", "completion": "b", "label": "True"}, {"prompt": "c ", "completion": "d", "label": 0}],
+    [{"instruction": "a", "output": "b", "label": True}, {"instruction": "c", "output": "d", "label": False}],
+    [{"prompt": "a ", "chosen": "b", "rejected": "d"}],
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}], "label": label}
+        for text, label in (("b", True), ("d", False))
+    ],
+]
+
+
+@pytest.mark.parametrize("records", VERDICTS)
+def test_answers_with_a_verdict_are_paired_with_the_answer_of_the_next_record(
+    records: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "verdicts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    examples = list(_with_mismatches(parse_record(record, "x", {}) for record in records))
+    texts: list[tuple[str, ...]] = []
+    for example in examples:
+        assert example is not None and example.rejected is not None
+        both = (example, example.rejected)
+        texts.append(tuple(e.messages[-1]["content"] if e.messages else e.text for e in both))
+        assert [message["role"] for message in example.rejected.messages] == [m["role"] for m in example.messages]
+        assert example.rejected.prompt == example.prompt and example.target in (0, 1)
+    assert texts == [("b", "d"), ("d", "b")]
+    assert [bool(example and example.target) for example in examples] == [True, False]
+
+
+def test_supervised_tuning_refuses_undesirable_answers(tmp_path: Path) -> None:
+    path, tokenizer = Path(write_verdicts(tmp_path / "verdicts.jsonl", 4)), models.load_tokenizer(models.base_path())
+    with pytest.raises(DataError, match=r"jsonl:2: label is false(.|\n)*--objective kto") as error:
+        record_data(path, tokenizer, None, seq_len=64, batch_size=2, seed=0)
+    assert "hint: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": "b", "label": 3},
+        {"text": "a", "label": True},
+        {"messages": CHAT, "label": True},
+    ],
+)
+def test_an_answer_without_a_verdict_is_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="no answer with a label(.|\n)*expected: prompt and completion"):
+        list(_with_mismatches([parse_record(record, "line 1", {})]))
+
+
+def check_kto_loss(run: Finetune) -> None:
+    """Compare the loss of the first batch with that of all logits, one document at a time."""
+    batch = jax.tree.map(jnp.asarray, run.data.train[0])
+    assert JobPlan.make(run.config, run.base).job().args[-1].keys() == batch.keys()
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    model = jax.tree.map(lambda leaf: leaf + 0.02 * jax.random.normal(next(keys), leaf.shape), run.trainer.model)
+    base = lt.lora.disable(model)
+    gold = []
+    for params in (model, base):
+        options = {name: batch[name] for name in ("segment_ids", "positions")}
+        log_softmax = jax.nn.log_softmax(models.logits(params, batch["tokens"], **options))
+        picked = jnp.take_along_axis(log_softmax, jnp.maximum(batch["labels"], 0)[..., None], -1)[..., 0]
+        gold.append(np.where(batch["labels"] == -100, 0, picked))
+    ratios, verdicts = [], []
+    for row in range(4):
+        for number in range(1, int(batch["segment_ids"][row].max()) + 1):
+            mask = np.asarray(batch["segment_ids"][row] == number)
+            ratios.append((gold[0] - gold[1])[row][mask].sum())
+            verdicts.append(np.asarray(batch["targets"])[row][mask].max())
+            text = run.tokenizer.decode(np.asarray(batch["tokens"])[row][mask].tolist())
+            assert number % 2 == 0 or ("yes" in text) == (verdicts[-1] == 1)
+    ratios, verdicts = np.array(ratios).reshape(-1, 2), np.array(verdicts)[::2]
+    zero = max(ratios[:, 1].mean(), 0)
+    signs = np.where(verdicts == 1, 1, -1)
+    wanted = np.where(verdicts == 1, 1.5, 1) * (1 - 1 / (1 + np.exp(-0.5 * signs * (ratios[:, 0] - zero))))
+    loss, metrics = JobPlan.make(run.config, run.base).loss_fn(model, batch)
+    np.testing.assert_allclose(loss, wanted.mean(), rtol=1e-3)
+    np.testing.assert_allclose(metrics["kl"], zero, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("full", [False, True])
+def test_kto_learns_and_equals_plain_jax(full: bool, tmp_path: Path) -> None:
+    data = write_verdicts(tmp_path / "verdicts.jsonl")
+    settings: dict[str, Any] = {"data": data, "objective": "kto", "seq_len": 96, "batch_size": 4, "beta": 0.5}
+    settings |= {"eval_every": 25, "num_steps": 25, "learning_rate": 1e-3, "desirable_weight": 1.5, "full": full}
+    run = Finetune(FinetuneConfig(**settings), tmp_path / "run")
+    if not full:
+        check_kto_loss(run)
+    run.run()
+    first, last = (loss for _, loss in run.eval_losses())
+    assert last < 0.7 * first
 
 
 def job(tmp_path: Path, **settings: Any) -> Any:
@@ -271,7 +379,7 @@ def test_a_run_learns_a_preference_and_resumes(full: bool, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beta": 0.2}, "beta applies only to dpo, orpo, simpo, cpo"),
+        ({"beta": 0.2}, "beta applies only to dpo, kto, orpo, simpo, cpo"),
         ({"objective": "orpo", "preference_loss": "ipo"}, "preference_loss applies only to dpo"),
         ({"objective": "dpo"}, "needs data"),
         ({"objective": "dpo", "data": "x", "loss_on": "all"}, "objective contradicts loss_on"),

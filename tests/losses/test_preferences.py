@@ -69,14 +69,21 @@ def test_losses_without_a_reference_equal_trl(name: str, loss_fn: Any, of: str, 
         np.testing.assert_allclose(grad, sign * np.array(wanted), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("name", "weights"), [("kto", (1.0, 1.0)), ("kto_weighted", (1.5, 0.5))])
-def test_kto_equals_trl(name: str, weights: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("kto", {}),
+        ("kto_weighted", {"desirable_weight": 1.5, "undesirable_weight": 0.5}),
+        ("kto", {"weights": jnp.full(6, 0.5)}),
+    ],
+)
+def test_kto_equals_trl(name: str, weights: dict[str, Any]) -> None:
     chosen, rejected, *references = (array[:3] for array in arrays(*PAIRS))
     is_desirable = jnp.arange(6) < 3
 
     def loss_fn(chosen: Any, rejected: Any) -> Any:
         answers, reference = jnp.concatenate([chosen, rejected]), jnp.concatenate(references)
-        return lt.losses.kto(answers, reference, is_desirable, GOLDEN["kl"], weights=weights)
+        return lt.losses.kto(answers, reference, is_desirable, GOLDEN["kl"], **weights)
 
     (loss, metrics), grads = jax.jit(jax.value_and_grad(loss_fn, (0, 1), has_aux=True))(chosen, rejected)
     np.testing.assert_allclose(loss, GOLDEN[name]["loss"], rtol=1e-5)

@@ -95,8 +95,8 @@ class FinetuneConfig:
     """Tokens of records that count in the loss: completion (the assistant's turns, completions and outputs) or all."""
     objective: ObjectiveName = "sft"
     """The loss that the run minimises. sft: supervised tuning. dpo, orpo, simpo and cpo tune on pairs of a chosen and a
-    rejected answer; only dpo has a reference: the model without adapters, or with `full` the untuned model in host
-    memory. distillation: imitate the probabilities of a teacher."""
+    rejected answer, kto on answers with a label, true or false. The reference of dpo and kto is the model without
+    adapters, or with `full` the untuned model in host memory. distillation: imitate the probabilities of a teacher."""
     beta: Positive | None = None
     """Strength of the preference; the default is 0.1, and 2 for simpo."""
     preference_loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
@@ -105,6 +105,10 @@ class FinetuneConfig:
     """Share of pairs whose labels are wrong, below 0.5; for dpo (sigmoid and robust), simpo and cpo."""
     preference_margin: NotNegative = 1.0
     """Least difference of the rewards in simpo."""
+    desirable_weight: NotNegative = 1.0
+    """Weight of desirable answers in kto."""
+    undesirable_weight: NotNegative = 1.0
+    """Weight of undesirable answers in kto."""
     nll_weight: NotNegative | None = None
     """Weight of the cross-entropy: in cpo of chosen answers, 1 by default; in distillation of learned tokens, 0."""
     teacher: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR", **_PATH})
@@ -458,7 +462,8 @@ def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
         name = "packing" if config.packing == "contiguous" else "too_long"
         _refuse_both("objective", name, "a pair is two whole documents in one row")
     if config.data is None:
-        hint = "name a file of records with prompt, chosen and rejected: --data pairs.jsonl"
+        fields = "prompt, completion and label" if config.objective == "kto" else "prompt, chosen and rejected"
+        hint = f"name a file of records with {fields}: --data pairs.jsonl"
         raise ConfigError(f"objective {config.objective} needs data: the built-in corpus has no preferences", hint=hint)
     if config.label_smoothing >= 0.5:
         raise _out_of_range("label_smoothing", config.label_smoothing, "a share below 0.5")
@@ -535,14 +540,15 @@ def _refuse_with_full(names: list[str]) -> None:
         raise ConfigError(f"{names[0]} is a setting of adapters, and full tunes all parameters without one", hint=hint)
 
 
-_PREFERENCES = ("dpo", "orpo", "simpo", "cpo")
-"""Objectives that compare two answers."""
+_PREFERENCES = ("dpo", "kto", "orpo", "simpo", "cpo")
+"""Objectives that compare answers."""
 _OBJECTIVES_WITH = {
     "beta": _PREFERENCES,
     "preference_loss": ("dpo",),
     "label_smoothing": ("dpo", "simpo", "cpo"),
     "preference_margin": ("simpo",),
     "nll_weight": ("cpo", "distillation"),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
     **dict.fromkeys(("teacher", "teacher_top_k", "temperature"), ("distillation",)),
 }
 """Objectives that read a setting; `FinetuneConfig` refuses it with any other."""

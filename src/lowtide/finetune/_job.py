@@ -128,6 +128,7 @@ class JobPlan:
         """
         config, tx = self.config, self.tx
         names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
+        names += ("targets",) if objective(config.objective).has_verdicts else ()
         batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
         if has_reference(config):
             batch |= jax.eval_shape(reference_columns(config), self.base, batch)

@@ -228,7 +228,9 @@ def kto(
     divergence: Float[Array, ""] | float,
     *,
     beta: float = 0.1,
-    weights: tuple[float, float] = (1.0, 1.0),
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    weights: Float[Array, "B"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Compute the loss of Kahneman-Tversky optimization, from single answers that are desirable or not.
 
@@ -239,7 +241,9 @@ def kto(
         divergence: estimate of the divergence of model and reference: the mean log-ratio of answers to other prompts,
             at least 0. No gradient flows through it.
         beta: strength of the preference relative to the distance from the reference.
-        weights: weights of desirable and of undesirable answers.
+        desirable_weight: factor of the loss of desirable answers.
+        undesirable_weight: factor of the loss of undesirable answers.
+        weights: weights of the answers in means, such as 0 for padding; None: 1 for each.
 
     Returns:
         The mean loss, and the metrics ``rewards/desirable``, ``rewards/undesirable`` (means, 0 without such answers)
@@ -258,17 +262,19 @@ def kto(
         0.269
     """
     _check_strength(beta)
-    for weight in weights:
-        check_number("weights", weight, least=0)
+    for name, factor in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
+        check_number(name, factor, least=0)
     _check_shapes(answers=answers, reference=reference, is_desirable=is_desirable)
     ratios = answers - reference
     zero = jax.lax.stop_gradient(jnp.maximum(jnp.asarray(divergence, jnp.float32), 0.0))
     signs = jnp.where(is_desirable, 1.0, -1.0)
-    losses = jnp.where(is_desirable, *weights) * (1 - jax.nn.sigmoid(beta * signs * (ratios - zero)))
+    losses = jnp.where(is_desirable, desirable_weight, undesirable_weight) * (
+        1 - jax.nn.sigmoid(beta * signs * (ratios - zero))
+    )
     rewards, metrics = jax.lax.stop_gradient(beta * ratios), {"kl": zero}
     for name, mask in (("desirable", is_desirable), ("undesirable", ~is_desirable)):
-        metrics[f"rewards/{name}"] = jnp.sum(jnp.where(mask, rewards, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
-    return jnp.mean(losses), metrics
+        metrics[f"rewards/{name}"] = _mean(rewards, mask * (1.0 if weights is None else weights))
+    return _mean(losses, weights), metrics
 
 
 def reward(

@@ -85,7 +85,6 @@ def test_functions_are_tools_and_an_empty_text_is_no_tools():
         ({"messages": [ASKED, SAID], "system": "a", "system_prompt": "b"}, "system and system_prompt next to messages"),
         ({"instruction": "a", "output": "b", "system_prompt": "c"}, "system_prompt next to instruction and output"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "system next to prompt and completion"),
-        ({"prompt": "a", "completion": "b", "label": False}, "label is false, so the answer was rejected"),
         ({"messages": [ASKED, SAID], "images": ["a.png"]}, "the record has images"),
         ({"messages": [ASKED, {**SAID, "train": "no"}]}, "a turn has train = 'no'"),
         (

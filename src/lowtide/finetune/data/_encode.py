@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -373,6 +373,8 @@ class Store:
     """Kind of the records, as in `Example`."""
     group: int = 1
     """Number of documents of a record: 2 for preferences, the preferred answer first, else 1."""
+    has_targets: bool = False
+    """Whether `learned` is 1 plus the target of the record for learned tokens."""
     num_blank: int
     """Number of blank records, which were skipped."""
     digest: str
@@ -395,14 +397,20 @@ def open_store(
     end_token: int | None,
     loss_on: str,
     vocab_size: int | None = None,
+    has_verdicts: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Store:
     """Tokenise records into files, or open the files of an earlier call.
+
+    With `has_verdicts`, records are single answers with a label, as in KTO: each becomes a pair of documents, of which
+    the second has the answer of the next record.
 
     A template that writes the date and has no day gets today as its day, since a store must not depend on the time of
     day. The total is unknown, so both arguments of `on_progress` are the number of finished records.
     """
     settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "code": _code_hash()}
+    if has_verdicts:
+        settings["has_verdicts"] = True
     if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:
         settings["vocab_size"] = vocab_size  # a store written without this check may contain refused tokens
     template_key: list[Any] | None = None
@@ -427,7 +435,7 @@ def open_store(
             _remove_abandoned(cache)
             # The store is renamed when it is complete, so a killed run leaves no broken store.
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache, ignore_cleanup_errors=True) as name:
-                _write_store(Path(name), source, columns, encoder, on_progress)
+                _write_store(Path(name), source, columns, encoder, has_verdicts, on_progress)
                 _publish(Path(name), folder)
         except OSError as error:
             problem = f"{cache}: tokenised data cannot be written here"
@@ -470,10 +478,12 @@ def _write_store(
     source: Source,
     columns: Mapping[str, str],
     encoder: Encoder,
+    has_verdicts: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
     is_path = isinstance(source, Path)
     records = read_records(source, columns) if is_path else text_examples(name_documents(source))
+    records = _with_mismatches(records) if has_verdicts else map(_refuse_undesirable, records)
     digest = hashlib.sha256()
     kind, group, num_blank, count, end = "", 1, 0, 0, 0
     batch: list[Example] = []
@@ -486,8 +496,9 @@ def _write_store(
 
         def flush() -> None:
             nonlocal end
-            for ids, mask in encoder.encode(batch):
+            for example, (ids, mask) in zip(batch, encoder.encode(batch), strict=True):
                 end += len(ids)
+                mask = mask * np.uint8(1 + bool(example.target)) if has_verdicts else mask
                 for file, content in ((tokens, ids.tobytes()), (learned, mask.tobytes())):
                     file.write(content)
                     digest.update(content)
@@ -519,12 +530,58 @@ def _write_store(
     metadata: dict[str, Any] = {
         "kind": kind,
         "group": group,
+        "has_targets": has_verdicts,
         "num_blank": num_blank,
         "digest": digest.hexdigest(),
         "num_tokens": end,
     }
     metadata["unread"] = sorted(unread)[:_MOST_UNREAD]
     (folder / _METADATA).write_text(json.dumps(metadata))
+
+
+def _refuse_undesirable(example: Example | None) -> Example | None:
+    if example is not None and example.target is False and example.kind != "text":
+        hint = "remove such records: training on them would teach what was rejected; --objective kto reads them"
+        raise DataError(f"{example.where}: label is false, so the answer was rejected", hint=hint)
+    return example
+
+
+def _with_mismatches(records: Iterable[Example | None]) -> Iterator[Example | None]:
+    """Yield each answer with a label; its `rejected` is the same prompt with the answer of the next record."""
+    first: Example | None = None
+    previous: Example | None = None
+    for record in records:
+        if record is None:
+            yield None
+            continue
+        answers = (record,)
+        if record.rejected is not None:
+            answers = tuple(
+                dataclasses.replace(e, target=e is record, rejected=None) for e in (record, record.rejected)
+            )
+        for example in answers:
+            example = _labelled(example)
+            if previous is not None:
+                yield _with_answer_of(previous, example)
+            first, previous = first or example, example
+    if previous is not None and first is not None:
+        yield _with_answer_of(previous, first)
+
+
+def _labelled(example: Example) -> Example:
+    """Return an example with a prompt, an answer and a label; in a chat, the answer is the last turn by default."""
+    if example.target not in (0, 1) or example.kind == "text" or (example.kind == "chat" and len(example.messages) < 2):
+        expected = "prompt and completion, or messages, with a label that is true or false; or chosen and rejected"
+        raise DataError(f"{example.where}: the record has no answer with a label", expected=expected)
+    if example.kind == "chat" and not example.first:
+        return dataclasses.replace(example, first=len(example.messages) - 1)
+    return example
+
+
+def _with_answer_of(example: Example, other: Example) -> Example:
+    messages = example.messages[: example.first] + other.messages[other.first :]
+    mismatch = dataclasses.replace(example, text=other.text, messages=messages)
+    return dataclasses.replace(example, rejected=mismatch)
 
 
 def text_examples(texts: Mapping[str, str]) -> Iterator[Example]:
@@ -553,7 +610,7 @@ def _map_store(folder: Path) -> Store:
             learned=learned,
             offsets=np.concatenate([np.zeros(1, np.int64), ends]),
             unread=tuple(map(str, metadata["unread"])),
-            **{name: metadata[name] for name in ("kind", "group", "num_blank", "digest")},
+            **{name: metadata[name] for name in ("kind", "group", "has_targets", "num_blank", "digest")},
         )
     except (OSError, ValueError, LookupError) as error:
         hint = "delete this folder; the next run writes it again"

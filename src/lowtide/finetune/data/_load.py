@@ -88,7 +88,9 @@ def load_data(
     dated_template = None if template is None else dataclasses.replace(template, day=day)
     source = _source(config.data, config.columns)
     eval_source = None if config.eval_data is None else _source(config.eval_data, config.columns)
+    has_verdicts = objective(config.objective).has_verdicts
     encode_options |= {"columns": parse_columns(config.columns), "loss_on": config.loss_on}
+    encode_options["has_verdicts"] = has_verdicts
     store = open_store(source, tokenizer, dated_template, **encode_options)
     eval_store = store if eval_source is None else open_store(eval_source, tokenizer, dated_template, **encode_options)
     _check_group(store, config)

@@ -110,7 +110,7 @@ _KINDS = {
     for kind, schema in _SCHEMAS.items()
 }
 """Required fields of each kind."""
-_FIELDS = (*(field for fields in _KINDS.values() for field in fields), "input", "tools", "system")
+_FIELDS = (*(field for fields in _KINDS.values() for field in fields), "input", "tools", "system", "label")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +135,8 @@ class Example:
     """Index of the first message of a chat that may have a loss."""
     rejected: Example | None = None
     """For a preference: the prompt with the answer that is not preferred. This example has the preferred answer."""
+    target: bool | int | None = None
+    """The record's field ``label``: whether the answer is desirable, or the number of a class."""
 
     @property
     def label(self) -> str:
@@ -180,7 +182,10 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     """
     kind, record = _kind_of(raw, where, columns)
     fields_used = {*columns.values()} or {*_SCHEMAS[kind].model_fields, *_extra_fields(kind)}
-    if not columns and str(raw.get("label")).lower() not in ("true", "false"):
+    target = record.get("label")
+    if isinstance(target, str):
+        target = {"true": True, "false": False}.get(target.lower())
+    if not columns and not isinstance(target, bool):
         fields_used.discard("label")  # no verdict on the answer, but for example the number of a class
     if kind == "preference" and not columns and record.get("prompt") is not None:
         fields_used -= {"instruction", "input", *_TURN_FIELDS}
@@ -188,7 +193,8 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     if example and example.kind == "alpaca" and not columns:
         fields_used -= {"tools", "functions", *_TURN_FIELDS}
     unread = tuple(name for name in raw if name not in fields_used)
-    return example and dataclasses.replace(example, unread=unread)
+    target = target if isinstance(target, int) else None
+    return example and dataclasses.replace(example, target=target, unread=unread)
 
 
 @contextmanager
@@ -453,11 +459,8 @@ def _normalize_record(kind: str, record: Mapping[str, Any], location: str) -> di
     """
     # Records come from many tools, and an ignored field changes what a model learns. Some fields have one meaning: a
     # system prompt next to messages, flags that exclude a turn from the loss, OpenAI's older function calls, and
-    # tool-call arguments as JSON text. They are rewritten. Rejected answers and images are refused. Sources: OpenAI's
-    # function calling, TRL's KTO records, and the turn flags of Axolotl and ms-swift.
-    if kind != "text" and str(record.get("label")).lower() == "false":
-        hint = "remove such records: training on them would teach what was rejected"
-        raise DataError(f"{location}: label is false, so the answer was rejected", hint=hint)
+    # tool-call arguments as JSON text. They are rewritten, and images are refused. Sources: OpenAI's function calling,
+    # and the turn flags of Axolotl and ms-swift.
     _refuse_media(kind, record, location)
     if kind == "text":
         return dict(record)

@@ -265,7 +265,8 @@ class RowSource:
     """Rows by number, built at access from memory-mapped tokens; the data source for Grain.
 
     Leaves are int32 [T]. ``labels[t]`` is the token after ``tokens[t]`` if that token is learned and in the same
-    document, else -100. ``segment_ids`` numbers the documents of a row from 1, and is 0 in padding.
+    document, else -100. ``segment_ids`` numbers the documents of a row from 1, and is 0 in padding. ``targets``, if the
+    store has them, is the target of the record at learned tokens, else -1.
     """
 
     def __init__(self, store: Store, pieces: Pieces, rows: Rows, seq_len: int) -> None:
@@ -278,6 +279,8 @@ class RowSource:
         number, pieces = int(number), self._pieces
         row = {name: np.zeros(self._seq_len, np.int32) for name in ("tokens", "labels", "segment_ids", "positions")}
         row["labels"][:] = IGNORE
+        if self._store.has_targets:
+            row["targets"] = np.full(self._seq_len, -1, np.int32)
         position = 0
         members = self._rows.order[self._rows.offsets[number] : self._rows.offsets[number + 1]]
         for segment, piece in enumerate(members, 1):
@@ -290,6 +293,8 @@ class RowSource:
             # The last token keeps the label IGNORE, since the next token belongs to another document.
             row["labels"][position : position + length - 1] = np.where(learned[1:], tokens[1:], IGNORE)
             row["segment_ids"][span] = segment
+            if self._store.has_targets:
+                row["targets"][span] = learned.astype(np.int32) - 1
             row["positions"][span] = np.arange(length)
             position += length
         return row

@@ -25,5 +25,7 @@ class Objective:
     reference: Callable[[Any, Tree, Hidden, Any], Tree] | None = None
     """Computes columns of a batch, with a leading axis of rows, from a frozen model and the arguments of `loss`. None:
     the loss has no reference. With adapters the loss may compute the columns from the model without adapters."""
+    has_verdicts: bool = False
+    """Whether records have one answer and a label, as in KTO. Batches then have the column ``targets``."""
     group: int = 1
     """Number of documents that a record becomes: 2 for preferences."""

@@ -57,6 +57,26 @@ def dpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any,
     )
 
 
+def kto_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
+    """Compute the loss of `lowtide.losses.kto`.
+
+    The first document of a pair is the answer, and the second one the prompt with the answer of another record, which
+    only estimates the divergence from the reference.
+    """
+    sums, references = _sums_with_reference(model, batch, hidden)
+    policy, reference = _pairs_of(sums, batch), split_pairs(references)
+    mismatches = (policy.rejected - reference[1]) * policy.weights
+    desirable = sum_by_document((batch["targets"] == 1).astype(jnp.float32), batch["segment_ids"])
+    return losses.kto(
+        *(policy.chosen, reference[0], split_pairs(desirable)[0] > 0),
+        jnp.sum(mismatches) / jnp.maximum(jnp.sum(policy.weights), 1),
+        beta=config.beta or 0.1,
+        desirable_weight=config.desirable_weight,
+        undesirable_weight=config.undesirable_weight,
+        weights=policy.weights,
+    )
+
+
 def orpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
     """Compute the loss of `lowtide.losses.orpo`; only answers count in its cross-entropy."""
     pairs = _pairs(model, batch, hidden)
@@ -124,11 +144,12 @@ def num_pairs(batch: Tree) -> Any:
     return jnp.sum(jnp.max(batch["segment_ids"], axis=1) // 2)
 
 
-def _objective(description: str, loss: Any, reference: Any = None) -> Objective:
-    return Objective(description=description, loss=loss, weight=num_pairs, reference=reference, group=2)
+def _objective(description: str, loss: Any, reference: Any = None, **options: Any) -> Objective:
+    return Objective(description=description, loss=loss, weight=num_pairs, reference=reference, group=2, **options)
 
 
 DPO = _objective("preference tuning with a reference (DPO)", dpo_loss, reference_column)
+KTO = _objective("tuning on answers with a verdict (KTO)", kto_loss, reference_column, has_verdicts=True)
 ORPO = _objective("supervised and preference tuning (ORPO)", orpo_loss)
 SIMPO = _objective("preference tuning by mean log-probabilities (SimPO)", simpo_loss)
 CPO = _objective("contrastive preference tuning (CPO)", cpo_loss)
