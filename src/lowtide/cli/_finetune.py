@@ -200,6 +200,9 @@ def _finetune(
 
 def _next_command(job: Any) -> str:
     config = job.config
+    if config.num_scores:
+        base = f"AutoModelForSequenceClassification.from_pretrained({config.model!r}, num_labels={config.num_scores})"
+        return f"peft.PeftModel.from_pretrained({base}, {str(job.out / 'adapter')!r})"
     if config.full:
         parts = ["--model", str(job.out / "model")]
     else:
@@ -276,8 +279,9 @@ def _program() -> str:
     return "lowtide" if shutil.which("lowtide") == sys.argv[0] else sys.argv[0]
 
 
-def _accuracy(share: float | None) -> str:
-    """Format the share of pairs whose preferred answer has the higher reward; empty without preferences."""
+def _accuracy(record: dict[str, Any], prefix: str = "") -> str:
+    """Format the share of pairs ranked as preferred, or of texts classified right; empty for other objectives."""
+    share = record.get(f"{prefix}rewards/accuracies", record.get(f"{prefix}accuracy"))
     return "" if share is None else f"  accuracy {share:.1%}"
 
 
@@ -295,12 +299,12 @@ def _train(console: Console, job: Any, table: Any, interrupted: threading.Event)
             if interrupted.is_set() and sys.exception() is None:
                 raise KeyboardInterrupt
             if "eval_loss" in record:
-                accuracy = _accuracy(record.get("eval_rewards/accuracies"))
+                accuracy = _accuracy(record, "eval_")
                 console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}{accuracy}")
             else:
                 rate = tokens / record["seconds"]
                 if not console.is_terminal and lines.is_due(record["step"]):
-                    accuracy = _accuracy(record.get("rewards/accuracies"))
+                    accuracy = _accuracy(record)
                     line = f"  step {record['step']:>5}  loss {record['loss']:.4f}{accuracy}  {rate:,.0f} tokens/s"
                     console.print(line)
                 text = f"training  loss {record['loss']:.3f}  {rate:,.0f} tokens/s{host}"

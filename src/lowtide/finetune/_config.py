@@ -96,7 +96,8 @@ class FinetuneConfig:
     objective: ObjectiveName = "sft"
     """The loss that the run minimises. sft: supervised tuning. dpo, orpo, simpo and cpo tune on pairs of a chosen and a
     rejected answer, kto on answers with a label, true or false. The reference of dpo and kto is the model without
-    adapters, or with `full` the untuned model in host memory. distillation: imitate the probabilities of a teacher."""
+    adapters, or with `full` the untuned model in host memory. distillation: imitate the probabilities of a teacher.
+    reward and classification train a head on the last token: on pairs of answers, or on texts with a class."""
     beta: Positive | None = None
     """Strength of the preference; the default is 0.1, and 2 for simpo."""
     preference_loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
@@ -111,6 +112,10 @@ class FinetuneConfig:
     """Weight of undesirable answers in kto."""
     nll_weight: NotNegative | None = None
     """Weight of the cross-entropy: in cpo of chosen answers, 1 by default; in distillation of learned tokens, 0."""
+    num_labels: Annotated[int, Ge(2), Le(254)] = 2
+    """Number of classes in classification; the field label of a record is a number from 0."""
+    reward_margin: NotNegative = 0.0
+    """Least difference of the scores of a chosen and a rejected answer in reward."""
     teacher: PathText | None = dataclasses.field(default=None, metadata={"metavar": "DIR", **_PATH})
     """The model that distillation imitates: a folder or GGUF file of a model with the same tokenizer. Its weights are
     in host memory, and run layer by layer before each step."""
@@ -272,7 +277,14 @@ class FinetuneConfig:
     @property
     def loss_unit(self) -> str:
         """Unit of the loss: nats per token, or per pair of a preference."""
-        return "nats/pair" if self.objective in _PREFERENCES else "nats/token"
+        if self.objective == "classification":
+            return "nats/text"
+        return "nats/pair" if self.objective in (*_PREFERENCES, "reward") else "nats/token"
+
+    @property
+    def num_scores(self) -> int:
+        """Number of outputs of the head of reward and classification; 0 for other objectives."""
+        return {"reward": 1, "classification": self.num_labels}.get(self.objective, 0)
 
     @property
     def is_packed(self) -> bool:
@@ -449,20 +461,17 @@ def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
             raise ConfigError(f"{name} applies only to {', '.join(objectives)}", hint=hint)
     if (config.objective == "distillation") != (config.teacher is not None):
         raise ConfigError("distillation needs a teacher", hint="name its folder with --teacher DIR")
-    if config.objective not in _PREFERENCES:
+    if config.objective in ("sft", "distillation"):
         return
-    refused = {
-        "loss_on": "only answers are compared",
-        "modules_to_save": "the reference is the model without adapters",
-    }
-    for name, reason in refused.items():
-        if name in changed:
+    for name, (objectives, reason) in _OBJECTIVES_WITHOUT.items():
+        if name in changed and config.objective in objectives:
             _refuse_both("objective", name, f"in {config.objective}, {reason}")
     if config.packing == "contiguous" or config.too_long == "split":
         name = "packing" if config.packing == "contiguous" else "too_long"
-        _refuse_both("objective", name, "a pair is two whole documents in one row")
+        _refuse_both("objective", name, f"{config.objective} needs whole documents in one row")
     if config.data is None:
-        fields = "prompt, completion and label" if config.objective == "kto" else "prompt, chosen and rejected"
+        fields = {"kto": "prompt, completion and label", "classification": "text and label"}
+        fields = fields.get(config.objective, "prompt, chosen and rejected")
         hint = f"name a file of records with {fields}: --data pairs.jsonl"
         raise ConfigError(f"objective {config.objective} needs data: the built-in corpus has no preferences", hint=hint)
     if config.label_smoothing >= 0.5:
@@ -548,10 +557,20 @@ _OBJECTIVES_WITH = {
     "label_smoothing": ("dpo", "simpo", "cpo"),
     "preference_margin": ("simpo",),
     "nll_weight": ("cpo", "distillation"),
+    "num_labels": ("classification",),
+    "reward_margin": ("reward",),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
     **dict.fromkeys(("teacher", "teacher_top_k", "temperature"), ("distillation",)),
 }
 """Objectives that read a setting; `FinetuneConfig` refuses it with any other."""
+_HEADS = ("reward", "classification")
+_OBJECTIVES_WITHOUT = {
+    "loss_on": ((*_PREFERENCES, *_HEADS), "documents are compared as a whole"),
+    "modules_to_save": (_PREFERENCES, "the reference is the model without adapters"),
+    "full": (_HEADS, "a head and an adapter are trained"),
+    "adapter": (_HEADS, "the head is new"),
+}
+"""Objectives that contradict a setting, and the reason."""
 _SYNONYMS = {
     "objective": "stage training_type rl rlhf trainer_type",
     "beta": "pref_beta dpo_beta rl_beta",

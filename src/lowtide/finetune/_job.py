@@ -82,7 +82,9 @@ class JobPlan:
 
     @classmethod
     def make(cls, config: FinetuneConfig, base: models.Decoder) -> JobPlan:
-        """Add the configured adapter to a base."""
+        """Add the configured adapter to a base, and the head of the objective."""
+        if config.num_scores:
+            base = models.with_score_head(base, config.num_scores, key=jax.random.key(config.seed))
         return cls(config=config, base=base, model=base if config.full else add_adapter(base, config))
 
     @classmethod
@@ -128,7 +130,7 @@ class JobPlan:
         """
         config, tx = self.config, self.tx
         names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
-        names += ("targets",) if objective(config.objective).has_verdicts else ()
+        names += ("targets",) if objective(config.objective).targets else ()
         batch = {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
         if has_reference(config):
             batch |= jax.eval_shape(reference_columns(config), self.base, batch)
@@ -188,7 +190,7 @@ def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
                 warnings.filterwarnings("ignore", r".*_dropout .* is not applied")
             return lora.load(base, config.adapter)
     key = jax.random.key(config.seed)
-    shared_kwargs: dict[str, Any] = {"modules_to_save": config.modules_to_save or ()}
+    shared_kwargs: dict[str, Any] = {"modules_to_save": _modules_to_save(config)}
     if config.method == "ia3":
         # (IA)³ scales the inputs of `down_proj` and the outputs of all other targets. A `feedforward` pattern that
         # matches no target is an error. So first find the targets, then pass the paths of those that are `down_proj`.
@@ -221,6 +223,12 @@ def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) 
     return lora.eva(base, _lora_config(config), loss_fn, microbatches, key=key, has_aux=True)
 
 
+def _modules_to_save(config: FinetuneConfig) -> tuple[str, ...]:
+    globs = config.modules_to_save or ()
+    globs = (globs,) if isinstance(globs, str) else globs
+    return (*globs, "outer/score") if config.num_scores else globs
+
+
 def _lora_config(config: FinetuneConfig) -> lora.Config:
     return lora.Config(
         rank=config.rank,
@@ -228,7 +236,7 @@ def _lora_config(config: FinetuneConfig) -> lora.Config:
         targets=config.targets,
         bias=config.bias,
         init="peft" if config.lora_init == "eva" else config.lora_init,
-        modules_to_save=config.modules_to_save or (),
+        modules_to_save=_modules_to_save(config),
         **LORA_VARIANTS.get(config.method, {}),
     )
 

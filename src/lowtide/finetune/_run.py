@@ -328,7 +328,8 @@ class Finetune:
             tokenizer = self.tokenizer_dir / "tokenizer.json"
             write_model(model, self.directory, self.out / MODEL, files, self.ends, tokenizer=tokenizer, dtype=dtype)
         else:
-            lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
+            task_type = "SEQ_CLS" if self.config.num_scores else "CAUSAL_LM"
+            lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model, task_type=task_type)
         self.write_memory(table)
 
     def write_memory(self, table: MemoryTable) -> None:
@@ -400,7 +401,7 @@ class Finetune:
     @property
     def samples(self) -> bool:
         """Whether text is sampled before and after training."""
-        return bool(self.config.sample_tokens) and self._processes.count == 1
+        return bool(self.config.sample_tokens) and self._processes.count == 1 and not self.config.num_scores
 
     def sample(self, model: Tree) -> tuple[str, str]:
         """Sample a continuation of a held-out text, or an answer to the first question of a held-out record.

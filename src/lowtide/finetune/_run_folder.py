@@ -376,8 +376,10 @@ def _charts(config: FinetuneConfig, records: Sequence[Mapping[str, Any]]) -> lis
 
     speed, note = _clip_peaks([(step, tokens / seconds if seconds else None) for step, seconds in curve("seconds")])
     unit = config.loss_unit.replace("/", " per ")
-    accuracy = {"training": curve("rewards/accuracies"), "held out": curve("eval_rewards/accuracies")}
-    preference = [Chart(title="Share of pairs ranked as preferred", curves=accuracy)] if accuracy["training"] else []
+    name = "accuracy" if config.objective == "classification" else "rewards/accuracies"
+    accuracy = {"training": curve(name), "held out": curve(f"eval_{name}")}
+    title = "Accuracy" if name == "accuracy" else "Share of pairs ranked as preferred"
+    preference = [Chart(title=title, curves=accuracy)] if accuracy["training"] else []
     return [
         Chart(title=f"Loss, {unit}", curves={"training": curve("loss"), "held out": curve("eval_loss")}),
         *preference,

@@ -283,6 +283,7 @@ def reward(
     *,
     margin: Float[Array, "B"] | float = 0.0,
     center_weight: float = 0.0,
+    weights: Float[Array, "B"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Compute the Bradley-Terry loss of a reward model.
 
@@ -291,6 +292,7 @@ def reward(
         rejected: scores of the other answers.
         margin: least difference of the scores, for all pairs or for each.
         center_weight: weight of the squared sum of both scores, which keeps scores near 0.
+        weights: weights of the pairs in all means; 0 leaves a pair out. None: all pairs have one weight.
 
     Returns:
         The mean loss, and the metrics ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins`` and
@@ -310,10 +312,10 @@ def reward(
     """
     check_number("center_weight", center_weight, least=0)
     _check_shapes(chosen=chosen, rejected=rejected)
-    loss = -jnp.mean(jax.nn.log_sigmoid(chosen - rejected - margin))
+    losses = -jax.nn.log_sigmoid(chosen - rejected - margin)
     if center_weight:
-        loss = loss + center_weight * jnp.mean(jnp.square(chosen + rejected))
-    return loss, _reward_metrics(chosen, rejected)
+        losses = losses + center_weight * jnp.square(chosen + rejected)
+    return _mean(losses, weights), _reward_metrics(chosen, rejected, weights)
 
 
 def _pair_losses(logits: Array, smoothing: float, *, is_robust: bool = False) -> Array:

@@ -14,6 +14,7 @@ from ._decoder import init as init
 from ._decoder import logits as logits
 from ._decoder import loss as loss
 from ._decoder import unstack as unstack
+from ._decoder import with_score_head as with_score_head
 from ._files import HostBytes as HostBytes
 from ._files import StoredWeight as StoredWeight
 from ._files import base_path as base_path
@@ -64,4 +65,5 @@ __all__ = [
     "stored_weights",
     "stream",
     "unstack",
+    "with_score_head",
 ]

@@ -118,6 +118,10 @@ class Decoder:
         """Return the activations that enter the head, from the last layer's output, and the head's weight [V, D]."""
         return rms_norm(activations(h), self.outer["norm"]["weight"], self.config), _head_weight(self.outer)
 
+    def scores(self, h: Any) -> Float[Array, "B T C"]:
+        """Return the outputs of the head of `with_score_head` at every position, in float32; `h` as in `log_probs`."""
+        return linear(self.head_inputs(h)[0], self.outer["score"]["weight"]).astype(jnp.float32)
+
     def external_name(self, path: str) -> str:
         """Return the Hugging Face name of a module, with ``{layer}`` for the index of a stacked layer.
 
@@ -128,6 +132,8 @@ class Decoder:
         """
         if path.endswith("/router"):
             raise KeyError(path)
+        if path == "outer/score":
+            return "score"
         # The checkpoint of a multimodal model has another prefix than the family's names.
         name, prefix = family_of(self.config).names[path], self.config.module_prefix
         if name == "lm_head" and prefix == PREFIXES[2]:
@@ -222,6 +228,24 @@ def logits(
         ``B * T * V * 4`` bytes; training uses `loss`, which never holds all logits.
     """
     return head_logits(model, _hidden(model, tokens, segment_ids, positions))
+
+
+def with_score_head(model: Decoder, num_labels: int, *, key: Array) -> Decoder:
+    """Add a head ``outer/score/weight`` [C, D] for classes or, with one label, rewards.
+
+    Its name and shape are those of the ``ForSequenceClassification`` models of `transformers`, and so is its random
+    initialisation, with standard deviation 0.02. Train it with ``modules_to_save="outer/score"``.
+
+    Args:
+        model: the decoder; its leaves may be shapes.
+        num_labels: number of classes, C; 1 for rewards.
+        key: a JAX random key.
+    """
+    check_integer("num_labels", num_labels)
+    make = functools.partial(jax.random.normal, shape=(num_labels, model.config.hidden_size))
+    is_shape = isinstance(jax.tree.leaves(model)[0], jax.ShapeDtypeStruct)
+    weight = jax.eval_shape(make, key) if is_shape else 0.02 * make(key)
+    return dataclasses.replace(model, outer={**model.outer, "score": {"weight": weight}})
 
 
 def hidden_states(

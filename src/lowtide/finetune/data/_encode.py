@@ -18,8 +18,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -46,6 +47,10 @@ _TURN_FIELDS = {"role", "content", "weight", "tool_calls"}
 _BATCH_RECORDS = 256
 _MOST_UNREAD = 100
 _ABANDONED_SECONDS = 86_400
+MOST_CLASSES = 254
+"""Number of classes that fit next to 0, unlearned tokens, in the bytes of `Store.learned`."""
+Targets = Literal["verdict", "class"]
+"""What the field ``label`` of records means."""
 Source = Path | Sequence[str] | Mapping[str, str]
 _TOKENS, _LEARNED, _ENDS, _METADATA = "tokens.bin", "learned.bin", "ends.bin", "about.json"
 
@@ -397,20 +402,20 @@ def open_store(
     end_token: int | None,
     loss_on: str,
     vocab_size: int | None = None,
-    has_verdicts: bool = False,
+    targets: Targets | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Store:
     """Tokenise records into files, or open the files of an earlier call.
 
-    With `has_verdicts`, records are single answers with a label, as in KTO: each becomes a pair of documents, of which
-    the second has the answer of the next record.
+    With the targets ``verdict``, records are single answers with a label, as in KTO: each becomes a pair of documents,
+    of which the second has the answer of the next record. With ``class``, records are texts with the number of a class.
 
     A template that writes the date and has no day gets today as its day, since a store must not depend on the time of
     day. The total is unknown, so both arguments of `on_progress` are the number of finished records.
     """
     settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "code": _code_hash()}
-    if has_verdicts:
-        settings["has_verdicts"] = True
+    if targets:
+        settings["targets"] = targets
     if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:
         settings["vocab_size"] = vocab_size  # a store written without this check may contain refused tokens
     template_key: list[Any] | None = None
@@ -435,7 +440,7 @@ def open_store(
             _remove_abandoned(cache)
             # The store is renamed when it is complete, so a killed run leaves no broken store.
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache, ignore_cleanup_errors=True) as name:
-                _write_store(Path(name), source, columns, encoder, has_verdicts, on_progress)
+                _write_store(Path(name), source, columns, encoder, targets, on_progress)
                 _publish(Path(name), folder)
         except OSError as error:
             problem = f"{cache}: tokenised data cannot be written here"
@@ -478,12 +483,12 @@ def _write_store(
     source: Source,
     columns: Mapping[str, str],
     encoder: Encoder,
-    has_verdicts: bool,
+    targets: Targets | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
     is_path = isinstance(source, Path)
     records = read_records(source, columns) if is_path else text_examples(name_documents(source))
-    records = _with_mismatches(records) if has_verdicts else map(_refuse_undesirable, records)
+    records = _with_mismatches(records) if targets == "verdict" else map(partial(_check_target, targets), records)
     digest = hashlib.sha256()
     kind, group, num_blank, count, end = "", 1, 0, 0, 0
     batch: list[Example] = []
@@ -498,7 +503,7 @@ def _write_store(
             nonlocal end
             for example, (ids, mask) in zip(batch, encoder.encode(batch), strict=True):
                 end += len(ids)
-                mask = mask * np.uint8(1 + bool(example.target)) if has_verdicts else mask
+                mask = mask * np.uint8(1 + (example.target or 0)) if targets else mask
                 for file, content in ((tokens, ids.tobytes()), (learned, mask.tobytes())):
                     file.write(content)
                     digest.update(content)
@@ -530,7 +535,7 @@ def _write_store(
     metadata: dict[str, Any] = {
         "kind": kind,
         "group": group,
-        "has_targets": has_verdicts,
+        "has_targets": targets is not None,
         "num_blank": num_blank,
         "digest": digest.hexdigest(),
         "num_tokens": end,
@@ -539,8 +544,15 @@ def _write_store(
     (folder / _METADATA).write_text(json.dumps(metadata))
 
 
-def _refuse_undesirable(example: Example | None) -> Example | None:
-    if example is not None and example.target is False and example.kind != "text":
+def _check_target(targets: Targets | None, example: Example | None) -> Example | None:
+    if example is None:
+        return None
+    if targets == "class" and (
+        example.kind != "text" or not 0 <= int(-1 if example.target is None else example.target) < MOST_CLASSES
+    ):
+        expected = f"text and label, a number from 0 to {MOST_CLASSES - 1}"
+        raise DataError(f"{example.where}: the record has no text with a class", expected=expected)
+    if targets is None and example.target is False and example.kind != "text":
         hint = "remove such records: training on them would teach what was rejected; --objective kto reads them"
         raise DataError(f"{example.where}: label is false, so the answer was rejected", hint=hint)
     return example

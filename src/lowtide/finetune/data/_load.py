@@ -75,6 +75,8 @@ def load_data(
         "seed": config.seed,
         "held_out_fraction": config.held_out_fraction,
     }
+    if (targets := objective(config.objective).targets) == "class" and not config.columns:
+        config = dataclasses.replace(config, columns=("text=text", "label=label"))  # JSON lines with text are records
     is_plain = not is_read_as_records(config.data, config.columns)
     if config.packing == "contiguous" or (config.packing == "auto" and is_plain):
         _refuse_record_settings(config, is_plain=is_plain)
@@ -88,12 +90,17 @@ def load_data(
     dated_template = None if template is None else dataclasses.replace(template, day=day)
     source = _source(config.data, config.columns)
     eval_source = None if config.eval_data is None else _source(config.eval_data, config.columns)
-    has_verdicts = objective(config.objective).has_verdicts
     encode_options |= {"columns": parse_columns(config.columns), "loss_on": config.loss_on}
-    encode_options["has_verdicts"] = has_verdicts
+    encode_options |= {"targets": targets} | ({"end_token": None} if targets == "class" else {})
     store = open_store(source, tokenizer, dated_template, **encode_options)
     eval_store = store if eval_source is None else open_store(eval_source, tokenizer, dated_template, **encode_options)
     _check_group(store, config)
+    if (
+        targets == "class"
+        and (largest := int(max(store.learned.max(), eval_store.learned.max())) - 1) >= config.num_labels
+    ):
+        hint = f"set --num-labels {largest + 1}; classes are numbered from 0"
+        raise DataError(f"data: a record has the label {largest}, but num_labels is {config.num_labels}", hint=hint)
     data = pack_stores(
         store,
         eval_store,

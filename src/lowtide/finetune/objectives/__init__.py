@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ._objective import Objective
 
-ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo", "distillation"]
+ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo", "distillation", "reward", "classification"]
 _PLACES: Mapping[str, tuple[str, str]] = {
     "sft": ("_supervised", "SUPERVISED"),
     "distillation": ("_distillation", "DISTILLATION"),
+    **{name: ("_heads", name.upper()) for name in ("reward", "classification")},
     **{name: ("_preferences", name.upper()) for name in ("dpo", "kto", "orpo", "simpo", "cpo")},
 }
 """Module and name of each objective."""

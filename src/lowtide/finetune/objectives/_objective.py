@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ...core import Tree
 
@@ -25,7 +25,7 @@ class Objective:
     reference: Callable[[Any, Tree, Hidden, Any], Tree] | None = None
     """Computes columns of a batch, with a leading axis of rows, from a frozen model and the arguments of `loss`. None:
     the loss has no reference. With adapters the loss may compute the columns from the model without adapters."""
-    has_verdicts: bool = False
-    """Whether records have one answer and a label, as in KTO. Batches then have the column ``targets``."""
+    targets: Literal["verdict", "class"] | None = None
+    """What the field ``label`` of records means. If it means something, batches have the column ``targets``."""
     group: int = 1
     """Number of documents that a record becomes: 2 for preferences."""

@@ -149,7 +149,7 @@ def _objective(description: str, loss: Any, reference: Any = None, **options: An
 
 
 DPO = _objective("preference tuning with a reference (DPO)", dpo_loss, reference_column)
-KTO = _objective("tuning on answers with a verdict (KTO)", kto_loss, reference_column, has_verdicts=True)
+KTO = _objective("tuning on answers with a verdict (KTO)", kto_loss, reference_column, targets="verdict")
 ORPO = _objective("supervised and preference tuning (ORPO)", orpo_loss)
 SIMPO = _objective("preference tuning by mean log-probabilities (SimPO)", simpo_loss)
 CPO = _objective("contrastive preference tuning (CPO)", cpo_loss)
