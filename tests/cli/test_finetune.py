@@ -470,8 +470,9 @@ SAMPLES = {
     "too_long": "split",
     "objective": "cpo",
     "preference_loss": "hinge",
+    "pooling": "last",
     "label_smoothing": "0.1",
-    "beta": "2.5",
+    **dict.fromkeys(("beta", "nll_weight", "temperature"), "2.5"),
 }
 """Values of settings that take a word of a list."""
 OTHER_SETTINGS = {
@@ -483,6 +484,14 @@ OTHER_SETTINGS = {
     **{name: {"data": "pairs.jsonl", "objective": "dpo"} for name in ("beta", "preference_loss", "label_smoothing")},
     "preference_margin": {"data": "pairs.jsonl", "objective": "simpo"},
     "nll_weight": {"data": "pairs.jsonl", "objective": "cpo"},
+    "desirable_weight": {"data": "pairs.jsonl", "objective": "kto"},
+    "undesirable_weight": {"data": "pairs.jsonl", "objective": "kto"},
+    "reward_margin": {"data": "pairs.jsonl", "objective": "reward"},
+    "num_labels": {"data": "texts.jsonl", "objective": "classification"},
+    "pooling": {"data": "texts.jsonl", "objective": "embedding"},
+    "temperature": {"data": "texts.jsonl", "objective": "embedding"},
+    "teacher": {"objective": "distillation"},
+    "teacher_top_k": {"objective": "distillation", "teacher": "teacher"},
 }
 """Settings that a setting depends on."""
 

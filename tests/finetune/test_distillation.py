@@ -62,19 +62,19 @@ def test_the_loss_equals_that_of_plain_jax(nll_weight: float | None, tmp_path: P
 @pytest.mark.parametrize("full", [False, True])
 def test_a_run_learns_from_its_teacher_and_resumes(full: bool, tmp_path: Path) -> None:
     data = write_records(tmp_path / "records.jsonl")
-    tuned = Finetune(FinetuneConfig(data=data, full=True, num_steps=15, seq_len=64), tmp_path / "teacher")
+    tuned = Finetune(FinetuneConfig(data=data, full=True, num_steps=10, seq_len=64), tmp_path / "teacher")
     tuned.run()
     tuned.finish(tuned.memory())
     settings: dict[str, Any] = {"objective": "distillation", "teacher": str(tmp_path / "teacher/model"), "seq_len": 64}
-    settings |= {"data": data, "num_steps": 12, "eval_every": 12, "checkpoint_every": 6, "full": full}
+    settings |= {"data": data, "num_steps": 8, "eval_every": 8, "checkpoint_every": 4, "full": full}
     whole = Finetune(FinetuneConfig(**settings), tmp_path / "whole")
     whole.run()
     first, last = (loss for _, loss in whole.eval_losses())
-    assert last < 0.3 * first
+    assert last < 0.5 * first
     part = Finetune(FinetuneConfig(**settings), tmp_path / "part")
-    part.trainer.fit(part.data.train, num_steps=6, checkpoint_every=6, progress=False)
+    part.trainer.fit(part.data.train, num_steps=4, checkpoint_every=4, progress=False)
     resumed = Finetune(FinetuneConfig(**settings), tmp_path / "part")
-    assert resumed.resumed_at == 6
+    assert resumed.resumed_at == 4
     resumed.run()
     pairs = zip(jax.tree.leaves(resumed.trainer.model), jax.tree.leaves(whole.trainer.model), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)

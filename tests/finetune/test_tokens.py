@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from tokenizers.decoders import DecodeStream
 
 from lowtide.finetune import decode_after, encode
-from lowtide.finetune.data._load import tokenise
+from lowtide.finetune.data._load import token_stream
 
 WORDS = ["<unk>", "<s>", "</s>", "▁Once", "▁upon", "▁a", "▁time", "▁", "."]
 
@@ -35,7 +35,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(tokenizer, offsets):
 
 
 def test_a_document_that_ends_with_its_end_token_gets_no_second_one(tokenizer):
-    ids = tokenise({"a": "Once</s>", "b": "Once", "c": ""}, tokenizer, 2, None)
+    ids = token_stream({"a": "Once</s>", "b": "Once", "c": ""}, tokenizer, 2)
     assert np.flatnonzero(ids == 2).size == 3 and ids[-2:].tolist() == [1, 2]
 
 

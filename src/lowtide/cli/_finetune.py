@@ -207,6 +207,9 @@ def _next_command(job: Any) -> str:
         parts = ["--model", str(job.out / "model")]
     else:
         parts = [*(["--model", config.model] if config.model else []), "--adapter", str(job.out / "adapter")]
+    if config.objective == "embedding":
+        command = f"{_program()} merge {shlex.join([*parts, '--out', str(job.out / 'merged')])}"
+        return f"{command}; then SentenceTransformer({str(job.out / 'merged')!r})"
     names = ("quantize", "quantize_embeddings", "tokenizer", "chat_template")
     # A fully tuned model needs no quantisation flags: only the base of an adapter is quantised.
     for name in names[2 * config.full :]:

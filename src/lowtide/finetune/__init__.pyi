@@ -16,7 +16,6 @@ from ._config import setting_of as setting_of
 from ._evaluate import TextLoss as TextLoss
 from ._evaluate import batches_loss as batches_loss
 from ._evaluate import text_loss as text_loss
-from ._evaluate import token_stream as token_stream
 from ._inspect import Inspection as Inspection
 from ._inspect import inspect as inspect
 from ._inspect import inspect_data as inspect_data
@@ -34,4 +33,5 @@ from .data._load import named_documents as named_documents
 from .data._load import notes_on as notes_on
 from .data._load import read_documents as read_documents
 from .data._load import text_data as text_data
+from .data._load import token_stream as token_stream
 from .data._pack import TextData as TextData

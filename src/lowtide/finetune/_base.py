@@ -398,6 +398,9 @@ def write_merged(
     unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
     try:
         write_model(merged, base, unfinished, files, ends, tokenizer=tokenizer_file, max_shard_bytes=max_shard_bytes)
+        if Path(adapters[0], "modules.json").is_file():  # of an embedding model, for sentence-transformers
+            shutil.copytree(adapters[0], unfinished, dirs_exist_ok=True, ignore=shutil.ignore_patterns("adapter_*"))
+            _add_padding_token(unfinished / "tokenizer_config.json")
         os.replace(unfinished, out)  # also replaces an empty folder
     except OSError as error:
         hint = "choose another folder; nothing was left there"
@@ -405,6 +408,12 @@ def write_merged(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return merged
+
+
+def _add_padding_token(path: Path) -> None:
+    """Name the end token as padding if a tokenizer names none; sentence-transformers needs one to make batches."""
+    if path.is_file() and not (settings := json.loads(path.read_text())).get("pad_token"):
+        path.write_text(json.dumps({**settings, "pad_token": settings.get("eos_token")}, indent=2))
 
 
 def _refuse_full_folder(out: Path) -> None:

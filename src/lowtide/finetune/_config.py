@@ -97,7 +97,8 @@ class FinetuneConfig:
     """The loss that the run minimises. sft: supervised tuning. dpo, orpo, simpo and cpo tune on pairs of a chosen and a
     rejected answer, kto on answers with a label, true or false. The reference of dpo and kto is the model without
     adapters, or with `full` the untuned model in host memory. distillation: imitate the probabilities of a teacher.
-    reward and classification train a head on the last token: on pairs of answers, or on texts with a class."""
+    reward and classification train a head on the last token: on pairs of answers, or on texts with a class. embedding:
+    embed pairs of similar texts, with the other texts of the batch as negatives."""
     beta: Positive | None = None
     """Strength of the preference; the default is 0.1, and 2 for simpo."""
     preference_loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
@@ -121,8 +122,11 @@ class FinetuneConfig:
     in host memory, and run layer by layer before each step."""
     teacher_top_k: Count = 64
     """Number of the teacher's most probable tokens that distillation imitates at each position."""
-    temperature: Positive = 1.0
-    """Number by which distillation divides the logits of both models."""
+    temperature: Positive | None = None
+    """Divisor of the logits of both models in distillation, by default 1; of the similarities in embedding, 0.05."""
+    pooling: Literal["mean", "last"] = "mean"
+    """The embedding of a text in embedding: the mean of its tokens' activations, or the activations of its last token.
+    """
     packing: Literal["auto", "best-fit", "none", "contiguous"] = "auto"
     """How documents are arranged in rows of seq_len tokens. best-fit: several whole documents a row, without attention
     between them; none: one document a row; contiguous: windows over one stream of text; auto: contiguous for plain
@@ -279,7 +283,12 @@ class FinetuneConfig:
         """Unit of the loss: nats per token, or per pair of a preference."""
         if self.objective == "classification":
             return "nats/text"
-        return "nats/pair" if self.objective in (*_PREFERENCES, "reward") else "nats/token"
+        return "nats/pair" if self.objective in (*_PREFERENCES, "reward", "embedding") else "nats/token"
+
+    @property
+    def step_microbatches(self) -> int:
+        """Number of parts in which a step computes the loss; the objective embedding splits its batch itself."""
+        return 1 if self.objective == "embedding" else self.num_microbatches
 
     @property
     def num_scores(self) -> int:
@@ -466,11 +475,15 @@ def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
     for name, (objectives, reason) in _OBJECTIVES_WITHOUT.items():
         if name in changed and config.objective in objectives:
             _refuse_both("objective", name, f"in {config.objective}, {reason}")
-    if config.packing == "contiguous" or config.too_long == "split":
-        name = "packing" if config.packing == "contiguous" else "too_long"
+    if config.packing in _REFUSED_PACKINGS.get(config.objective, ("contiguous",)) or config.too_long == "split":
+        name = "too_long" if config.too_long == "split" else "packing"
         _refuse_both("objective", name, f"{config.objective} needs whole documents in one row")
     if config.data is None:
-        fields = {"kto": "prompt, completion and label", "classification": "text and label"}
+        fields = {
+            "kto": "prompt, completion and label",
+            "classification": "text and label",
+            "embedding": "anchor and positive",
+        }
         fields = fields.get(config.objective, "prompt, chosen and rejected")
         hint = f"name a file of records with {fields}: --data pairs.jsonl"
         raise ConfigError(f"objective {config.objective} needs data: the built-in corpus has no preferences", hint=hint)
@@ -560,14 +573,17 @@ _OBJECTIVES_WITH = {
     "num_labels": ("classification",),
     "reward_margin": ("reward",),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
-    **dict.fromkeys(("teacher", "teacher_top_k", "temperature"), ("distillation",)),
+    **dict.fromkeys(("teacher", "teacher_top_k"), ("distillation",)),
+    "temperature": ("distillation", "embedding"),
+    "pooling": ("embedding",),
 }
 """Objectives that read a setting; `FinetuneConfig` refuses it with any other."""
+_REFUSED_PACKINGS = {"embedding": ("contiguous", "best-fit")}  # in a row of several pairs, pairs would have no number
 _HEADS = ("reward", "classification")
 _OBJECTIVES_WITHOUT = {
-    "loss_on": ((*_PREFERENCES, *_HEADS), "documents are compared as a whole"),
+    "loss_on": ((*_PREFERENCES, *_HEADS, "embedding"), "documents are compared as a whole"),
     "modules_to_save": (_PREFERENCES, "the reference is the model without adapters"),
-    "full": (_HEADS, "a head and an adapter are trained"),
+    "full": ((*_HEADS, "embedding"), "an adapter is trained"),
     "adapter": (_HEADS, "the head is new"),
 }
 """Objectives that contradict a setting, and the reason."""
@@ -647,14 +663,7 @@ _SETTING_OF_SYNONYM = {name: text for text, names in (_SYNONYMS | _REMARKS).item
 
 
 def setting_of(name: str) -> str | None:
-    """Return our name for a well-known setting of another library.
-
-    Args:
-        name: a key or a flag, with or without its dashes.
-
-    Returns:
-        Text for a hint: our key, a flag such as ``--quantize nf4``, or a remark. None for an unknown name.
-    """
+    """Return our key or flag for a key or flag of another library, or a remark; None for an unknown name."""
     key = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
     return _SETTING_OF_SYNONYM.get(key)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,12 +18,10 @@ from jaxtyping import Array
 
 from .. import models
 from ..core import DataError, Tree, check_integer
-from .data._encode import name_documents
-from .data._load import tokenise
 from .data._pack import IGNORE
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,31 +37,6 @@ class TextLoss:
     def perplexity(self) -> float:
         """Exponential of the loss; infinity above the float64 range."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
-
-
-def token_stream(
-    documents: Sequence[str] | Mapping[str, str],
-    tokenizer: Tokenizer,
-    end_token: int | None,
-    *,
-    vocab_size: int | None = None,
-) -> np.ndarray:
-    """Tokenise documents and join them, each followed by the end token, if any.
-
-    Args:
-        documents: texts, or a dict from names to texts; errors contain the names.
-        tokenizer: the model's tokenizer.
-        end_token: token appended to each document; None: no token.
-        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
-
-    Returns:
-        Token ids, int32 [N].
-
-    Raises:
-        DataError: for a token that the model has no embedding for.
-        ModelFileError: for a tokenizer that cannot encode the text.
-    """
-    return tokenise(name_documents(documents), tokenizer, end_token, vocab_size)
 
 
 def text_loss(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,6 @@ from ._base import directory_of, dtypes, formats, open_base, refuse_for_model, t
 from ._config import LORA_VARIANTS, FinetuneConfig, config_from_dict, with_seq_len
 from .data._pack import TextData
 from .objectives import objective
-from .objectives._reference import BatchesWithColumns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -138,7 +137,7 @@ class JobPlan:
             args = (*tx.init(self.base.outer, self.base.layers), batch)
             return Job(fn=tx, args=args, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0)
         weight = objective(config.objective).weight
-        options: dict[str, Any] = {"num_microbatches": config.num_microbatches, "weight": weight}
+        options: dict[str, Any] = {"num_microbatches": config.step_microbatches, "weight": weight}
         return train.step_job(self.model, self.loss_fn, tx, WRT, batch, drops_updates=drops_updates, **options)
 
     def saved_bytes(self) -> int | None:
@@ -292,12 +291,28 @@ def has_reference(config: FinetuneConfig) -> bool:
     return config.teacher is not None or (config.full and objective(config.objective).reference is not None)
 
 
+class _BatchesWithColumns(Sequence[Any]):
+    """Batches by number, each with the columns that `columns` computes when the batch is read."""
+
+    def __init__(self, batches: Any, columns: Callable[[Tree], Tree]) -> None:
+        self._batches, self._columns = batches, columns
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: Any) -> Any:
+        return {**self._batches[number], **self._columns(self._batches[number])}
+
+
 def with_reference(data: TextData, config: FinetuneConfig, base: models.Decoder, tokenizer: Tokenizer) -> TextData:
-    """Add the columns of a frozen model to the batches, if the objective reads them."""
+    """Add the columns of a frozen model to the batches, if the objective reads them.
+
+    A separate program computes them before each step. So the step holds neither the frozen model nor its activations.
+    """
     if not has_reference(config):
         return data
     columns = partial(reference_columns(config), load_reference(config, base, tokenizer))
-    train, held_out = (BatchesWithColumns(batches, columns) for batches in (data.train, data.held_out))
+    train, held_out = (_BatchesWithColumns(batches, columns) for batches in (data.train, data.held_out))
     return dataclasses.replace(data, train=train, held_out=held_out)
 
 

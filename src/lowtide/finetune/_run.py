@@ -67,6 +67,7 @@ from .data._encode import decode_after
 from .data._load import load_data
 from .data._pack import IGNORE
 from .objectives import objective
+from .objectives._embedding import write_modules
 
 _PROMPT_TOKENS = 24
 """Tokens of the prompt for a sample from plain text."""
@@ -158,9 +159,10 @@ class Finetune:
         # Only dropout uses the trainer's key; pipelines and layerwise steps take no seed.
         options = {"wrt": WRT, "seed": config.seed}
         if self.plan is None:
-            options["num_microbatches"] = config.num_microbatches
+            options["num_microbatches"] = config.step_microbatches
         else:  # `parts` has the placement and the formats already
             applied: dict[str, Any] = {"optimizer": "device", "parameters": "device", "formats": ()}
+            applied["num_microbatches"] = config.step_microbatches
             options |= {"plan": dataclasses.replace(self.plan, **applied)}
         if sharding is not None and STAGE in sharding.mesh.shape:
             options, loss_fn = {"pipeline": _pipeline(config, parts.model, sharding)}, None  # the stack has a loss
@@ -232,7 +234,7 @@ class Finetune:
                 optimizer(dataclasses.replace(self.config, offload=()), self.schedule),
                 is_weight if self.config.full else WRT,
                 batch,
-                num_microbatches=self.config.num_microbatches,
+                num_microbatches=self.config.step_microbatches,
                 weight=objective(self.config.objective).weight,
                 target=target,
             )
@@ -330,6 +332,9 @@ class Finetune:
         else:
             task_type = "SEQ_CLS" if self.config.num_scores else "CAUSAL_LM"
             lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model, task_type=task_type)
+            if self.config.objective == "embedding":
+                sizes = model.config.hidden_size, self.config.seq_len // 2
+                write_modules(self.out / ADAPTER, self.config.pooling, *sizes)
         self.write_memory(table)
 
     def write_memory(self, table: MemoryTable) -> None:
@@ -401,7 +406,11 @@ class Finetune:
     @property
     def samples(self) -> bool:
         """Whether text is sampled before and after training."""
-        return bool(self.config.sample_tokens) and self._processes.count == 1 and not self.config.num_scores
+        return (
+            bool(self.config.sample_tokens)
+            and self._processes.count == 1
+            and self.config.objective not in (*("reward", "classification", "embedding"),)
+        )
 
     def sample(self, model: Tree) -> tuple[str, str]:
         """Sample a continuation of a held-out text, or an answer to the first question of a held-out record.
@@ -434,8 +443,9 @@ class Finetune:
 
 def _refuse_for_sharding(config: FinetuneConfig, *, is_pipeline: bool) -> None:
     """Raise ConfigError for settings that sharded runs, or pipelines, do not support."""
-    if config.teacher is not None:
-        raise ConfigError("teacher: distillation runs on one device", hint="leave out --distributed and --pipeline")
+    if config.objective in ("distillation", "embedding"):
+        hint = "leave out --distributed and --pipeline"
+        raise ConfigError(f"objective {config.objective} runs on one device", hint=hint)
     words = [word for word in config.offload or () if word != "activations" or not is_pipeline]
     if config.full or words:
         setting = "--full" if config.full else f"--offload {','.join(words)}"

@@ -24,6 +24,7 @@ def info_nce(
     *,
     temperature: float = 0.05,
     is_symmetric: bool = False,
+    weights: Float[Array, "B"] | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Compute the InfoNCE loss: each query has to select its document among all documents of the batch.
 
@@ -33,6 +34,7 @@ def info_nce(
             from B on are negatives of all queries, such as hard negatives.
         temperature: divisor of the cosine similarities.
         is_symmetric: whether documents also have to select their queries; the loss is then the mean of both.
+        weights: 0 for a query and its document that are padding, else 1; None: 1 for each.
 
     Returns:
         The mean loss in nats, and the metrics ``accuracy`` and ``similarity`` (of a query and its document).
@@ -59,14 +61,20 @@ def info_nce(
     units = (_normalised(array.astype(jnp.float32)) for array in (queries, documents))
     similarities = jnp.einsum("bd,cd->bc", *units)
     logits, matches = similarities / temperature, jnp.arange(num_queries)
-    loss = -jnp.mean(jax.nn.log_softmax(logits, axis=1)[matches, matches])
+    weights = jnp.ones(num_queries) if weights is None else weights
+    # Padding is the match of its own query only, so that no softmax is over nothing.
+    is_padding = jnp.pad(weights == 0, (0, documents.shape[0] - num_queries))
+    is_match = jnp.eye(num_queries, documents.shape[0], dtype=bool)
+    logits = jnp.where((is_padding[None] | (weights == 0)[:, None]) & ~is_match, -jnp.inf, logits)
+    mean = lambda values: jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1)  # noqa: E731
+    loss = -mean(jax.nn.log_softmax(logits, axis=1)[matches, matches])
     if is_symmetric:
         of_documents = jax.nn.log_softmax(logits[:, :num_queries], axis=0)
-        loss = (loss - jnp.mean(of_documents[matches, matches])) / 2
+        loss = (loss - mean(of_documents[matches, matches])) / 2
     is_right = jnp.argmax(logits, axis=1) == matches
     metrics = {
-        "accuracy": jnp.mean(is_right.astype(jnp.float32)),
-        "similarity": jnp.mean(similarities[matches, matches]),
+        "accuracy": mean(is_right),
+        "similarity": mean(similarities[matches, matches]),
     }
     return loss, jax.lax.stop_gradient(metrics)
 

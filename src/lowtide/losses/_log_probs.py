@@ -80,15 +80,10 @@ def check_chunks(chunk_size: int | None, **soft_caps: float | None) -> None:
 
 
 def map_chunks(fn: Callable[..., _Result], weights: Tree, tokens: tuple[Array, ...], chunk_size: int | None) -> _Result:
-    """Apply a function to chunks of a sequence, one after the other.
+    """Apply a function to chunks of a sequence, one after the other; the backward pass computes each chunk again.
 
-    Args:
-        fn: computes arrays with the axes [*B, C, ...] from `weights` and the chunks of `tokens`. The backward pass
-            computes it again.
-        weights: arrays that every chunk reads; `chunk_length` takes the size of the vocabulary from the first head.
-        tokens: arrays with the axes [*B, T, ...], first the activations [*B, T, D], last the labels [*B, T]. Padding of
-            the last chunk is 0.
-        chunk_size: as in `chunked_log_probs`.
+    `fn` computes arrays [*B, C, ...] from `weights`, a head or a tuple of heads, and the chunks of `tokens`. These are
+    arrays [*B, T, ...], first the activations [*B, T, D] and last the labels [*B, T]. Padding of the last chunk is 0.
     """
     labels = tokens[-1]
     axis, length = labels.ndim - 1, labels.shape[-1]

@@ -119,9 +119,6 @@ def orpo(
         ConfigError: for a `beta` that is not above 0.
         StructureError: for arrays of different shapes.
 
-    Memory:
-        None.
-
     Examples:
         >>> loss, _ = orpo(jnp.array([-0.5]), jnp.array([-1.5]), jnp.float32(0.5), beta=1.0)
         >>> round(float(loss), 3)
@@ -160,9 +157,6 @@ def simpo(
     Raises:
         ConfigError: for a `beta` that is not above 0, or smoothing out of range.
         StructureError: for arrays of different shapes.
-
-    Memory:
-        None.
 
     Examples:
         >>> loss, _ = simpo(jnp.array([-0.5]), jnp.array([-1.5]), beta=2.0, margin=1.0)
@@ -204,9 +198,6 @@ def cpo(
     Raises:
         ConfigError: for a `beta` that is not above 0, a negative weight, or smoothing out of range.
         StructureError: for arrays of different shapes.
-
-    Memory:
-        None.
 
     Examples:
         >>> loss, _ = cpo(jnp.array([-4.0]), jnp.array([-6.0]), jnp.float32(0.5), beta=1.0)
@@ -253,9 +244,6 @@ def kto(
         ConfigError: for a `beta` that is not above 0, or a negative weight.
         StructureError: for arrays of different shapes.
 
-    Memory:
-        None.
-
     Examples:
         >>> loss, _ = kto(jnp.array([-4.0]), jnp.array([-5.0]), jnp.array([True]), 0.0, beta=1.0)
         >>> round(float(loss), 3)
@@ -301,9 +289,6 @@ def reward(
     Raises:
         ConfigError: for a negative `center_weight`.
         StructureError: for arrays of different shapes.
-
-    Memory:
-        None.
 
     Examples:
         >>> loss, _ = reward(jnp.array([1.0]), jnp.array([-1.0]))

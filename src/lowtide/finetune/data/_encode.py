@@ -56,20 +56,10 @@ _TOKENS, _LEARNED, _ENDS, _METADATA = "tokens.bin", "learned.bin", "ends.bin", "
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, offsets: bool = False) -> list[Any]:
-    """Tokenise texts. A text that begins with BOS gets no second BOS.
+    """Tokenise texts, and return an encoding for each, with `ids` and, if `offsets` is set, character ranges.
 
-    Args:
-        tokenizer: a tokenizer of the `tokenizers` library.
-        texts: texts to tokenise.
-        special: whether the tokenizer adds its special tokens.
-        offsets: whether encodings have the character range of each token, which takes longer.
-
-    Returns:
-        An encoding for each text, with `ids` and `offsets`. A text of more than a million characters is encoded in
-        windows.
-
-    Raises:
-        ModelFileError: when the tokenizer fails.
+    If `special` is set, the tokenizer adds its special tokens, but no second BOS to a text that begins with BOS. A text
+    of more than a million characters is encoded in windows. A tokenizer that fails raises ModelFileError.
     """
     try:
         encode_batch = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
@@ -124,16 +114,9 @@ def name_documents(documents: Sequence[str] | Mapping[str, Any]) -> dict[str, An
 
 
 def check_ids(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer, vocab_size: int | None, where: str) -> None:
-    """Refuse tokens that a model has no embedding for, such as some added tokens of published models.
+    """Raise DataError for tokens that a model has no embedding for, such as some added tokens of published models.
 
-    Args:
-        ids: token ids of one text.
-        tokenizer: the model's tokenizer, for the text of a token.
-        vocab_size: number of the model's embeddings; None: nothing is refused.
-        where: name of the text, for the message.
-
-    Raises:
-        DataError: for such a token, with its text and id.
+    `where` is the name of the text. With a `vocab_size` of None, nothing is refused.
     """
     if vocab_size is None or np.max(ids, initial=0) < vocab_size:
         return
@@ -317,7 +300,7 @@ class Encoder:
     def _text_and_spans(self, example: Example) -> tuple[str, Spans | None]:
         """Return a record as text, and the character spans that are learned; None means that all text is learned."""
         is_all_learned = self._loss_on == "all"
-        if example.kind == "text":
+        if example.kind in ("text", "pair"):
             return example.text, None
         if example.kind != "chat":
             prompt = example.prompt if example.kind == "prompt" else _alpaca_prompt(example)

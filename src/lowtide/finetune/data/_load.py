@@ -91,7 +91,9 @@ def load_data(
     source = _source(config.data, config.columns)
     eval_source = None if config.eval_data is None else _source(config.eval_data, config.columns)
     encode_options |= {"columns": parse_columns(config.columns), "loss_on": config.loss_on}
-    encode_options |= {"targets": targets} | ({"end_token": None} if targets == "class" else {})
+    encode_options |= {"targets": targets}
+    if targets == "class" or config.objective == "embedding":
+        encode_options["end_token"] = None  # transformers and sentence-transformers add none
     store = open_store(source, tokenizer, dated_template, **encode_options)
     eval_store = store if eval_source is None else open_store(eval_source, tokenizer, dated_template, **encode_options)
     _check_group(store, config)
@@ -107,7 +109,7 @@ def load_data(
         tokenizer,
         dated_template,
         seq_len=with_seq_len(config, context, int(store.lengths.max(initial=1)) * store.group).seq_len,
-        packing="best-fit" if config.packing == "auto" else config.packing,
+        packing={"auto": "none" if config.objective == "embedding" else "best-fit"}.get(config.packing, config.packing),
         too_long=config.too_long,
         **batch_options,
     )
@@ -117,6 +119,9 @@ def load_data(
 def _check_group(store: Store, config: FinetuneConfig) -> None:
     """Raise DataError if the records do not fit the objective."""
     group = objective(config.objective).group
+    if (store.kind == "pair") != (config.objective == "embedding"):
+        problem = "pairs of anchor and positive are for --objective embedding, which reads nothing else"
+        raise DataError(problem, got=f"{store.kind} and {config.objective}", hint="set --objective or --columns")
     if store.group == 2 and group == 1:
         hint = "tune on preferences with --objective dpo, or on the chosen answers: --columns prompt=prompt,"
         raise DataError("the records have chosen and rejected answers", hint=f"{hint}completion=chosen")
@@ -242,14 +247,7 @@ def read_documents(path: str | Path | None) -> list[str]:
 
 
 def named_documents(path: str | Path | None) -> dict[str, str]:
-    """Read documents as `read_documents` does, and return them by name: the path, or the path and line in JSONL.
-
-    Args:
-        path: as in `read_documents`.
-
-    Raises:
-        DataError: as `read_documents` does.
-    """
+    """Read documents as `read_documents` does, and return them by name: the path, or the path and line in JSONL."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -332,7 +330,8 @@ def text_data(
     # Shuffle documents before the split, so that the held-out end of the stream is a random sample of them.
     order, items = np.random.default_rng(seed).permutation(len(documents)), [*name_documents(documents).items()]
     digest = hashlib.sha256()
-    stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress, digest)
+    options: Any = {"vocab_size": vocab_size, "on_progress": on_progress, "digest": digest}
+    stream = token_stream(dict(items[i] for i in order), tokenizer, end_token, **options)
     seq_len = seq_len(len(stream) // _LEAST_WINDOWS) if callable(seq_len) else int(seq_len)
     window = seq_len + 1
     if eval_documents is None:
@@ -340,7 +339,7 @@ def text_data(
         num_held_out = min(len(windows) - 1, max(1, round(len(windows) * held_out_fraction)))
         train, held_out = windows[:-num_held_out], windows[-num_held_out:]
     else:
-        eval_stream = tokenise(name_documents(eval_documents), tokenizer, end_token, vocab_size, on_progress, digest)
+        eval_stream = token_stream(eval_documents, tokenizer, end_token, **options)
         train = _windows(stream, window, "one training sequence", 1)
         held_out = _windows(eval_stream, window, "one evaluation sequence", 1)
     dataset = grain.MapDataset.source(train).seed(seed).shuffle().repeat().batch(batch_size).map(_tokens_and_labels)  # pyright: ignore
@@ -366,19 +365,36 @@ def _windows(stream: np.ndarray, window: int, description: str, min_windows: int
     return stream[: count * window].reshape(count, window)
 
 
-def tokenise(
-    documents: Mapping[str, str | Path],
+def token_stream(
+    documents: Sequence[str] | Mapping[str, str | Path],
     tokenizer: Tokenizer,
     end_token: int | None,
-    vocab_size: int | None,
+    *,
+    vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     digest: Any = None,
 ) -> np.ndarray:
-    """Tokenise texts or text files, and return the joined ids, int32 [N]; a hash `digest` is updated with them.
+    """Tokenise documents and join them, each followed by the end token, if any.
 
-    Ids outside the tokenizer's own vocabulary raise ModelFileError, and tokens without an embedding raise DataError.
-    Ids take at most 128 MiB on the host. If there are more than `_MOST_IN_MEMORY`, the result is a memory-mapped file.
+    Args:
+        documents: texts, or a dict from names to texts or to paths of text files; errors contain the names.
+        tokenizer: the model's tokenizer.
+        end_token: token appended to each document; None: no token.
+        vocab_size: number of the model's embeddings; tokens beyond are refused. None: nothing is refused.
+        on_progress: called with the number of finished documents and the total.
+        digest: a hash of `hashlib` that is updated with the tokens.
+
+    Returns:
+        Token ids, int32 [N].
+
+    Raises:
+        DataError: for a token that the model has no embedding for.
+        ModelFileError: for a tokenizer that cannot encode the text, or returns an id outside of its own vocabulary.
+
+    Memory:
+        At most 128 MiB on the host. More than 2^24 ids are in a memory-mapped file.
     """
+    documents = name_documents(documents)
     names, texts = [*documents], [*documents.values()]
     largest, num_tokens = -1, 0
     with tempfile.SpooledTemporaryFile(max_size=np.dtype(np.int32).itemsize * _MOST_IN_MEMORY) as file:

@@ -87,6 +87,11 @@ class _Preference(_StrictModel):
     tools: list[dict[str, Any]] | None = None
 
 
+class _Pair(_StrictModel):
+    anchor: str
+    positive: str
+
+
 class _Alpaca(_StrictModel):
     instruction: str
     input: str | None = None
@@ -102,6 +107,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "conversations": _Conversations,
     "prompt": _Prompt,
     "preference": _Preference,
+    "pair": _Pair,
     "alpaca": _Alpaca,
     "text": _Text,
 }
@@ -118,7 +124,7 @@ class Example:
     """A checked record."""
 
     kind: str
-    """One of ``text``, ``prompt`` (with its completion), ``alpaca`` (an instruction and its output) and ``chat``."""
+    """One of ``text``, ``pair``, ``prompt`` (with its completion), ``alpaca`` (instruction, output) and ``chat``."""
     where: str
     """File and line or row, for errors."""
     text: str = ""
@@ -134,7 +140,8 @@ class Example:
     first: int = 0
     """Index of the first message of a chat that may have a loss."""
     rejected: Example | None = None
-    """For a preference: the prompt with the answer that is not preferred. This example has the preferred answer."""
+    """For a preference: the prompt with the answer that is not preferred. This example has the preferred answer. For a
+    pair of similar texts: the second text."""
     target: bool | int | None = None
     """The record's field ``label``: whether the answer is desirable, or the number of a class."""
 
@@ -148,13 +155,9 @@ class Example:
 
 
 def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
-    """Parse ``field=column`` words, which map the fields of a record to columns of the data.
+    """Parse words such as ``messages=chat``, which map the fields of a record to columns of the data.
 
-    Args:
-        words: words such as ``("messages=chat",)``.
-
-    Raises:
-        ConfigError: for a word without ``=``, an unknown field, or a repeated field.
+    A word without ``=``, an unknown field and a repeated field raise ConfigError.
     """
     column_of: dict[str, str] = {}
     for word in words or ():
@@ -167,18 +170,10 @@ def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
 
 
 def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> Example | None:
-    """Determine the kind of a record and check it.
+    """Determine the kind of a record and check it; return None if the part to learn is missing or white space.
 
-    Args:
-        raw: the fields.
-        where: file and line or row.
-        columns: dict from field to column, from `parse_columns`. If it is not empty, other columns are not read.
-
-    Returns:
-        The record; None for a blank one, in which the part to learn is missing or white space.
-
-    Raises:
-        DataError: when fields are missing, the fields fit several kinds, or a value has the wrong type.
+    `where` is the file and the line or row. If `columns`, from `parse_columns`, is not empty, other columns are not
+    read. Missing fields, fields that fit several kinds, and values of a wrong type raise DataError.
     """
     kind, record = _kind_of(raw, where, columns)
     fields_used = {*columns.values()} or {*_SCHEMAS[kind].model_fields, *_extra_fields(kind)}
@@ -208,8 +203,8 @@ def as_data_error(hint: str | None = None) -> Generator[None]:
 
 def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example | None:
     """Check a record of a known kind, and return it; None for a blank one."""
-    if kind == "preference":
-        return _preference(record, location)
+    if kind in ("preference", "pair"):
+        return _preference(record, location) if kind == "preference" else _pair(record, location)
     record = dict(record)
     for name in ("messages", "conversations", "tools", "functions"):  # a table stores lists as JSON text
         value = record.get(name)
@@ -241,6 +236,17 @@ def _parse_example(kind: str, record: dict[str, Any], location: str) -> Example 
         turns = tuple(_message_of_turn(turn, location) for turn in record["conversations"])
         return Example(kind="chat", where=location, messages=turns, tools=tools)
     return _prompt_example(record, location, tools)
+
+
+def _pair(record: Mapping[str, Any], location: str) -> Example | None:
+    """Check two similar texts; the second one is the field `rejected` of the example."""
+    with as_data_error():
+        validate(_Pair, record, location, hint='write {"anchor": "...", "positive": "..."}')
+    _check_values({name: record[name] for name in ("anchor", "positive")}, location)
+    if any(_is_blank(record[name]) for name in ("anchor", "positive")):
+        return None
+    texts = [Example(kind="pair", where=location, text=record[name]) for name in ("anchor", "positive")]
+    return dataclasses.replace(texts[0], rejected=texts[1])
 
 
 def _preference(record: Mapping[str, Any], location: str) -> Example:

@@ -378,17 +378,8 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
 
     The algorithm is that of Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830). Each piece,
     longest first, goes into the fullest row that has space for it. The distinct free spaces are kept sorted, so a piece
-    costs one bisection: O(n log T) comparisons for rows of T tokens, in addition to sorting the lengths.
-
-    Args:
-        lengths: tokens of each piece, from 1 to `seq_len`.
-        seq_len: tokens of a row.
-
-    Returns:
-        The rows; each piece is in exactly one row.
-
-    Memory:
-        About 40 bytes a piece on the host.
+    costs one bisection: O(n log T) comparisons for rows of T tokens, in addition to sorting the lengths. The host holds
+    about 40 bytes a piece. `lengths` are from 1 to `seq_len`.
     """
     row_of = np.empty(len(lengths), np.int64)
     rows_by_space: dict[int, list[int]] = {}

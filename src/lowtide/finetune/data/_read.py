@@ -43,23 +43,12 @@ def is_records(path: Path) -> bool:
 
 
 def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | None]:
-    """Stream the records of a file or a folder.
+    """Stream the records of a file or a folder; a blank record is None.
 
-    Args:
-        path: a ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of
-            one format (read in sorted order, without files named for evaluation if there are others), or a folder that
-            `datasets` saved with ``save_to_disk``.
-        columns: dict from field to column, from `parse_columns`.
-
-    Yields:
-        Each record; None for a blank record.
-
-    Raises:
-        DataError: for a file that is damaged, empty or in another format, and for records that are unusable or of
-            several kinds.
-
-    Memory:
-        Holds one record at a time; of a table 1,024 rows. A JSON file that is one list is held as a whole.
+    A folder has files of one format, read in sorted order, without files named for evaluation if there are others. Or
+    `datasets` saved it with ``save_to_disk``. `columns` is from `parse_columns`. Files that are damaged, empty or in
+    another format, and records that are unusable or of several kinds, raise DataError. The host holds one record at a
+    time, of a table 1,024 rows, and a JSON file that is one list as a whole.
     """
     kind: str | None = None
     for location, raw in _read_raw(path):

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ._objective import Objective
 
-ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo", "distillation", "reward", "classification"]
+ObjectiveName = Literal[
+    "sft", "dpo", "kto", "orpo", "simpo", "cpo", "distillation", "reward", "classification", "embedding"
+]
 _PLACES: Mapping[str, tuple[str, str]] = {
     "sft": ("_supervised", "SUPERVISED"),
+    "embedding": ("_embedding", "EMBEDDING"),
     "distillation": ("_distillation", "DISTILLATION"),
     **{name: ("_heads", name.upper()) for name in ("reward", "classification")},
     **{name: ("_preferences", name.upper()) for name in ("dpo", "kto", "orpo", "simpo", "cpo")},

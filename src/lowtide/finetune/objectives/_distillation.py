@@ -21,7 +21,7 @@ def loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tre
     h, labels = hidden(model, batch), batch["labels"]
     h_BTD, head = model.head_inputs(h)
     ids, log_probs = batch["teacher_ids"], batch["teacher_log_probs"]
-    options = {"temperature": config.temperature, "soft_cap": model.config.final_soft_cap}
+    options: dict[str, Any] = {"temperature": config.temperature or 1.0, "soft_cap": model.config.final_soft_cap}
     divergences = losses.distillation_top_k(h_BTD, head, ids, log_probs, labels, **options)
     num_tokens = jnp.maximum(num_targets(batch), 1)
     divergence = jnp.sum(divergences) / num_tokens

@@ -16,16 +16,16 @@ from ._preferences import num_pairs, split_pairs, sum_by_document
 
 def reward_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
     """Compute the loss of `lowtide.losses.reward` over the pairs of a batch."""
-    is_last, segments = _is_last(batch), batch["segment_ids"]
-    scores = jnp.where(is_last, model.scores(hidden(model, batch))[..., 0], 0.0)
+    is_end, segments = is_last(batch), batch["segment_ids"]
+    scores = jnp.where(is_end, model.scores(hidden(model, batch))[..., 0], 0.0)
     chosen, rejected = split_pairs(sum_by_document(scores, segments))
-    weights = split_pairs(sum_by_document(is_last.astype(jnp.float32), segments))[1]
+    weights = split_pairs(sum_by_document(is_end.astype(jnp.float32), segments))[1]
     return losses.reward(chosen, rejected, margin=config.reward_margin, weights=weights)
 
 
 def classification_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
     """Compute the mean cross-entropy of the classes of a batch, and the accuracy."""
-    weights = _is_last(batch) & (batch["targets"] >= 0)
+    weights = is_last(batch) & (batch["targets"] >= 0)
     log_probs = jax.nn.log_softmax(model.scores(hidden(model, batch)))
     targets = jnp.maximum(batch["targets"], 0)
     gold = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
@@ -39,7 +39,7 @@ def num_texts(batch: Tree) -> Any:
     return jnp.sum(jnp.max(batch["segment_ids"], axis=1))
 
 
-def _is_last(batch: Tree) -> Array:
+def is_last(batch: Tree) -> Array:
     """Return whether each token is the last one of its document."""
     segments = batch["segment_ids"]
     following = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
