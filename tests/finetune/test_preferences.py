@@ -454,6 +454,8 @@ def test_preferences_need_the_memory_of_supervised_tuning(tmp_path: Path) -> Non
     assert preferences.device_bytes <= 1.15 * supervised.device_bytes
     assert preferences.by_role["frozen"] == supervised.by_role["frozen"]
     assert preferences.device.temp_bytes < supervised.by_role["frozen"] / 3
+    frozen_paths = [buffer.path for buffer in preferences.peak if buffer.role == "frozen"]
+    assert frozen_paths and len(frozen_paths) == len(set(frozen_paths))
 
 
 @pytest.mark.slow

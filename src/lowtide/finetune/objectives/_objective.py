@@ -26,6 +26,6 @@ class Objective:
     """Computes columns of a batch, with a leading axis of rows, from a frozen model and the arguments of `loss`. None:
     the loss has no reference. With adapters the loss may compute the columns from the model without adapters."""
     targets: Literal["verdict", "class"] | None = None
-    """What the field ``label`` of records means. If it means something, batches have the column ``targets``."""
+    """The meaning of the field ``label`` of records. If it has one, batches have the column ``targets``."""
     group: int = 1
     """Number of documents that a record becomes: 2 for preferences."""
