@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from _losses import offloaded_loss
 
 import lowtide as lt
-from lowtide.finetune._job import loss as offloaded_loss
 from lowtide.models import logits, loss
 
 Tree = Any

@@ -47,10 +47,10 @@ import qlora
 from _common import ROOT, header, write
 from _decoders import LLAMA_1B, LLAMA_8B
 from _ladder import RUNGS, Rung
+from _losses import offloaded_loss
 
 import lowtide as lt
 from lowtide.core import format_bytes
-from lowtide.finetune._job import loss as offloaded_loss
 from lowtide.jaxprs import jaxpr_flops
 from lowtide.models import init
 from lowtide.train import analyze_step

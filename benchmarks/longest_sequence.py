@@ -41,10 +41,10 @@ from _decoders import (
     verified,
 )
 from _gpu import gpu, main, peak_bytes
+from _losses import offloaded_loss
 from layerwise_time import host_bytes
 
 import lowtide as lt
-from lowtide.finetune import _job
 
 Tree = Any
 PART = "longest"
@@ -104,7 +104,7 @@ def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
 
     def step(trainable: Tree, state: Tree, frozen: Tree, batch: Tree) -> Any:
         def loss(trainable: Tree) -> Any:
-            return _job.loss(lt.combine(trainable, frozen), batch, inputs="host")[0]
+            return offloaded_loss(lt.combine(trainable, frozen), batch, inputs="host")[0]
 
         value, grads = jax.value_and_grad(loss)(trainable)
         updates, state = tx.update(grads, state, trainable)

@@ -28,12 +28,12 @@ import jax.numpy as jnp
 import optax
 from _common import ROOT, header, write
 from _decoders import LLAMA_1B, LLAMA_8B
+from _losses import offloaded_loss
 from rich.console import Console
 from rich.table import Table
 
 import lowtide as lt
 from lowtide.core import format_bytes
-from lowtide.finetune._job import loss as offloaded_loss
 from lowtide.models import init, loss
 from lowtide.train import analyze_naive, analyze_step
 

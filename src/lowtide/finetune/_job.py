@@ -301,7 +301,8 @@ class _BatchesWithColumns(Sequence[Any]):
         return len(self._batches)
 
     def __getitem__(self, number: Any) -> Any:
-        return {**self._batches[number], **self._columns(self._batches[number])}
+        batch = self._batches[number]
+        return {**batch, **self._columns(batch)}
 
 
 def with_reference(data: TextData, config: FinetuneConfig, base: models.Decoder, tokenizer: Tokenizer) -> TextData:

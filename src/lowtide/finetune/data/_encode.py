@@ -501,7 +501,8 @@ def _write_store(
                 num_blank += 1
                 continue
             kind = example.kind
-            unread.update(example.unread, encoder.unread_in(example))
+            unread.update(name for name in example.unread if not targets or name != "label")
+            unread.update(encoder.unread_in(example))
             batch.append(example)
             if example.rejected is not None:
                 group = 2

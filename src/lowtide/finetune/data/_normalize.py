@@ -178,8 +178,8 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     kind, record = _kind_of(raw, where, columns)
     fields_used = {*columns.values()} or {*_SCHEMAS[kind].model_fields, *_extra_fields(kind)}
     target = record.get("label")
-    if isinstance(target, str):
-        target = {"true": True, "false": False}.get(target.lower())
+    if isinstance(target, str):  # as in CSV files
+        target = int(target) if target.isdecimal() else {"true": True, "false": False}.get(target.lower())
     if not columns and not isinstance(target, bool):
         fields_used.discard("label")  # no verdict on the answer, but for example the number of a class
     if kind == "preference" and not columns and record.get("prompt") is not None:
