@@ -154,9 +154,8 @@ VERDICTS = [
     [{"prompt": "a ", "completion": "b", "label": True}, {"prompt": "c ", "completion": "d", "label": False}],
     [{"prompt": "a ", "completion": "b", "label": "True"}, {"prompt": "c ", "completion": "d", "label": 0}],
     [{"instruction": "a", "output": "b", "label": True}, {"instruction": "c", "output": "d", "label": False}],
-    [{"prompt": "a ", "chosen": "b", "rejected": "d"}],
     [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}], "label": label}
+        {"messages": [{"role": "user", "content": f"{text}?"}, {"role": "assistant", "content": text}], "label": label}
         for text, label in (("b", True), ("d", False))
     ],
 ]
@@ -184,6 +183,21 @@ def test_supervised_tuning_refuses_undesirable_answers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"jsonl:2: label is false(.|\n)*--objective kto") as error:
         record_data(path, tokenizer, None, seq_len=64, batch_size=2, seed=0)
     assert "hint: " in str(error.value)
+
+
+def test_a_mismatch_has_another_prompt() -> None:
+    pairs = [{"prompt": f"{p} ", "chosen": f"{p} yes", "rejected": f"{p} no"} for p in "abc"]
+    single = [
+        {"prompt": f"{p} ", "completion": f"{p} {word}", "label": word == "yes"}
+        for p in "abc"
+        for word in ("yes", "no")
+    ]
+    for records in (pairs, single):
+        examples = list(_with_mismatches([None, *(parse_record(record, "x", {}) for record in records)]))
+        assert examples.count(None) == 1
+        texts = [(e.text, e.rejected and e.rejected.text, bool(e.target)) for e in examples if e is not None]
+        others = {"a": "b", "b": "c", "c": "a"}
+        assert texts == [(f"{p} {word}", f"{others[p]} {word}", word == "yes") for p in "abc" for word in ("yes", "no")]
 
 
 @pytest.mark.parametrize(

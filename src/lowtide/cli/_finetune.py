@@ -201,8 +201,9 @@ def _finetune(
 def _next_command(job: Any) -> str:
     config = job.config
     if config.num_scores:
-        base = f"AutoModelForSequenceClassification.from_pretrained({config.model!r}, num_labels={config.num_scores})"
-        return f"peft.PeftModel.from_pretrained({base}, {str(job.out / 'adapter')!r})"
+        base = f"from_pretrained({str(job.directory)!r}, num_labels={config.num_scores})"
+        folder = str(job.out / "adapter")
+        return f"peft.PeftModel.from_pretrained(AutoModelForSequenceClassification.{base}, {folder!r})"
     if config.full:
         parts = ["--model", str(job.out / "model")]
     else:

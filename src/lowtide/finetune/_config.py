@@ -182,7 +182,7 @@ class FinetuneConfig:
     to a multiple of 64, up to 2,048 tokens and the model's context; for the embedded model up to 128 tokens."""
     num_microbatches: Count = dataclasses.field(default=1, metadata=_EDITABLE)
     """Parts of a batch that run one after the other, to save activation memory. The load-balancing loss of a mixture of
-    experts is computed for each part."""
+    experts, and the divergence in kto, are computed for each part."""
     learning_rate: Positive | None = None
     """Peak learning rate; by default 2e-4 (with `full` 1e-5), for the embedded model 5e-3 (with `full` 1e-3)."""
     schedule: Schedule = "cosine"
@@ -487,6 +487,8 @@ def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
         fields = fields.get(config.objective, "prompt, chosen and rejected")
         hint = f"name a file of records with {fields}: --data pairs.jsonl"
         raise ConfigError(f"objective {config.objective} needs data: the built-in corpus has no preferences", hint=hint)
+    if config.objective == "embedding" and config.batch_size == 1:
+        raise _out_of_range("batch_size", 1, "at least 2, since other pairs of the batch are the negatives")
     if config.label_smoothing >= 0.5:
         raise _out_of_range("label_smoothing", config.label_smoothing, "a share below 0.5")
     if config.label_smoothing and config.preference_loss not in ("sigmoid", "robust"):
@@ -585,6 +587,7 @@ _OBJECTIVES_WITHOUT = {
     "modules_to_save": (_PREFERENCES, "the reference is the model without adapters"),
     "full": ((*_HEADS, "embedding"), "an adapter is trained"),
     "adapter": (_HEADS, "the head is new"),
+    "lora_dropout": (("embedding",), "parts of a batch would have the same mask"),
 }
 """Objectives that contradict a setting, and the reason."""
 _SYNONYMS = {

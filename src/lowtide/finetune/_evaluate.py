@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,6 @@ from jaxtyping import Array
 from .. import models
 from ..core import DataError, Tree, check_integer
 from .data._pack import IGNORE
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

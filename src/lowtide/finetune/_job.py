@@ -66,7 +66,8 @@ def step_job(model: str | Path, *, target: Target | str | None = None, **setting
         >>> step_job(models.base_path(), batch_size=2, seq_len=32).analyze("cpu").by_role["batch"]
         1024
     """
-    config = config_from_dict({"packing": "best-fit", **settings, "model": str(model)}, "the settings")
+    packing = "none" if settings.get("objective") == "embedding" else "best-fit"
+    config = config_from_dict({"packing": packing, **settings, "model": str(model)}, "the settings")
     return JobPlan.from_shapes(config, target).job()
 
 
@@ -278,7 +279,10 @@ def reference_columns(config: FinetuneConfig) -> Callable[[models.Decoder, Tree]
     @jax.jit
     def compute(model: models.Decoder, batch: Tree) -> Tree:
         model = dataclasses.replace(model, outer=_on_device(model.outer))
-        return columns(model, batch, hidden, config)
+        # As many parts as in the step, so that this program has no more activations.
+        parts = jax.tree.map(lambda leaf: leaf.reshape(config.num_microbatches, -1, *leaf.shape[1:]), batch)
+        results = jax.lax.map(lambda part: columns(model, part, hidden, config), parts)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
 
     return compute
 
@@ -321,9 +325,13 @@ def load_reference(config: FinetuneConfig, base: models.Decoder, tokenizer: Toke
     """Load the frozen model of `has_reference`, with its matrices on the host: the teacher, or the untuned model."""
     directory = directory_of(config) if config.teacher is None else Path(config.teacher)
     refuse_for_model(FinetuneConfig(offload=("parameters",)), directory)
+    is_other = (
+        config.teacher is not None and models.gguf_file(directory) is None
+    )  # a GGUF file needs a tokenizer's folder
+    tokenizer_dir = None if is_other else config.tokenizer or directory_of(config)
     model, its_tokenizer = open_base(
         directory,
-        tokenizer=config.tokenizer if config.teacher is None else None,
+        tokenizer=tokenizer_dir,
         compute_dtype=config.compute_dtype,
         host=_matrices_of(("layers", "outer")),
         attention=config.attention,

@@ -184,7 +184,7 @@ class Finetune:
             self.base = self.trainer.model  # drops the last other reference to arrays that training donates
         check_checkpoint(self.out, config, self.resumed_at)
         if config.lora_init == "eva" and self.resumed_at is None:
-            self.trainer.update(add_eva_adapter(self.base, config, self.data.train))
+            self.trainer.update(add_eva_adapter(parts.base, config, self.data.train))
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
         """Compile the step of `run`, and report its bytes.
@@ -387,7 +387,7 @@ class Finetune:
         return write_report(self.out)
 
     def eval_losses(self) -> list[tuple[int, float]]:
-        """Return the held-out losses so far: step and mean nats per token."""
+        """Return the held-out losses so far: step and loss, in the unit of the objective."""
         records = read_records(self.out / METRICS)
         return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
 
@@ -406,11 +406,8 @@ class Finetune:
     @property
     def samples(self) -> bool:
         """Whether text is sampled before and after training."""
-        return (
-            bool(self.config.sample_tokens)
-            and self._processes.count == 1
-            and self.config.objective not in (*("reward", "classification", "embedding"),)
-        )
+        writes_text = self.config.objective not in ("reward", "classification", "embedding")
+        return bool(self.config.sample_tokens) and self._processes.count == 1 and writes_text
 
     def sample(self, model: Tree) -> tuple[str, str]:
         """Sample a continuation of a held-out text, or an answer to the first question of a held-out record.

@@ -96,7 +96,7 @@ def embed_in_chunks(embed: Callable[[Tree, Tree], Array], model: Tree, batch: Tr
         ConfigError: for a `chunk_size` below 1.
 
     Memory:
-        Activations of one chunk, and all embeddings. A gradient costs one more forward pass.
+        Activations of one chunk, and all embeddings. With several chunks, a gradient costs one more forward pass.
 
     Examples:
         >>> w, x = jnp.ones((4, 2)), jnp.ones((6, 4))
@@ -110,6 +110,8 @@ def embed_in_chunks(embed: Callable[[Tree, Tree], Array], model: Tree, batch: Tr
         listed = ", ".join(f"{path} {list(size)}" for path, size in rows.items())
         hint = "pad the batch to a multiple of chunk_size"
         raise StructureError(f"leaves need one number of rows, a multiple of {chunk_size}, not {listed}", hint=hint)
+    if next(iter(sizes))[0] == chunk_size:
+        return embed(model, batch)
     chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, chunk_size, *leaf.shape[1:]), batch)
     recomputed = jax.checkpoint(embed, prevent_cse=False)
     _, embeddings = jax.lax.scan(lambda _, chunk: (None, recomputed(model, chunk)), None, chunks)

@@ -103,8 +103,7 @@ def distillation_top_k(
 ) -> Float[Array, "*B T"]:
     """Compute KL(teacher, student) at each token from the teacher's K most probable classes, in chunks.
 
-    The teacher's probabilities are normalised over its K classes. With K equal to the vocabulary, the result is that of
-    `distillation`.
+    The teacher's probabilities are normalised over its K classes.
 
     Args:
         h: activations that enter the student's head, shape [..., T, D].

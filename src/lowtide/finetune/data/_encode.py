@@ -12,6 +12,7 @@ import datetime
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -354,7 +355,7 @@ class Store:
     tokens: np.ndarray
     """Token ids, int32 [N], memory-mapped."""
     learned: np.ndarray
-    """1 for learned tokens, uint8 [N], memory-mapped."""
+    """1 for learned tokens, or 1 plus the target of the record; uint8 [N], memory-mapped."""
     offsets: np.ndarray
     """Index of the first token of each document, then N, int64 [D + 1]."""
     kind: str
@@ -362,7 +363,7 @@ class Store:
     group: int = 1
     """Number of documents of a record: 2 for preferences, the preferred answer first, else 1."""
     has_targets: bool = False
-    """Whether `learned` is 1 plus the target of the record for learned tokens."""
+    """Whether records have targets: classes, or with a group of 2, verdicts."""
     num_blank: int
     """Number of blank records, which were skipped."""
     digest: str
@@ -536,32 +537,35 @@ def _check_target(targets: Targets | None, example: Example | None) -> Example |
     ):
         expected = f"text and label, a number from 0 to {MOST_CLASSES - 1}"
         raise DataError(f"{example.where}: the record has no text with a class", expected=expected)
-    if targets is None and example.target is False and example.kind != "text":
+    if targets is None and example.target is False and example.kind != "text" and example.rejected is None:
         hint = "remove such records: training on them would teach what was rejected; --objective kto reads them"
         raise DataError(f"{example.where}: label is false, so the answer was rejected", hint=hint)
     return example
 
 
 def _with_mismatches(records: Iterable[Example | None]) -> Iterator[Example | None]:
-    """Yield each answer with a label; its `rejected` is the same prompt with the answer of the next record."""
-    first: Example | None = None
-    previous: Example | None = None
-    for record in records:
-        if record is None:
-            yield None
-            continue
-        answers = (record,)
-        if record.rejected is not None:
-            answers = tuple(
-                dataclasses.replace(e, target=e is record, rejected=None) for e in (record, record.rejected)
-            )
-        for example in answers:
-            example = _labelled(example)
-            if previous is not None:
-                yield _with_answer_of(previous, example)
-            first, previous = first or example, example
-    if previous is not None and first is not None:
-        yield _with_answer_of(previous, first)
+    """Yield each answer with a label; its `rejected` is the same prompt with an answer to the next prompt."""
+    num_blank = 0
+
+    def answers() -> Iterator[Example]:
+        nonlocal num_blank
+        for record in records:
+            if record is None:
+                num_blank += 1
+            elif record.rejected is None:
+                yield _labelled(record)
+            else:
+                pair = ((True, record), (False, record.rejected))
+                yield from (_labelled(dataclasses.replace(e, target=label, rejected=None)) for label, e in pair)
+
+    first: list[Example] = []
+    previous: list[Example] = []
+    for _, group in itertools.groupby(answers(), lambda e: (e.prompt, e.more, e.messages[: e.first])):
+        current = list(group)
+        yield from map(_with_answer_of, previous, itertools.cycle(current))
+        first, previous = first or current, current
+    yield from map(_with_answer_of, previous, itertools.cycle(first))
+    yield from itertools.repeat(None, num_blank)
 
 
 def _labelled(example: Example) -> Example:

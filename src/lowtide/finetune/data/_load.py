@@ -78,7 +78,8 @@ def load_data(
     if (targets := objective(config.objective).targets) == "class" and not config.columns:
         config = dataclasses.replace(config, columns=("text=text", "label=label"))  # JSON lines with text are records
     is_plain = not is_read_as_records(config.data, config.columns)
-    if config.packing == "contiguous" or (config.packing == "auto" and is_plain):
+    has_windows = config.objective in ("sft", "distillation")
+    if config.packing == "contiguous" or (config.packing == "auto" and is_plain and has_windows):
         _refuse_record_settings(config, is_plain=is_plain)
         documents = _texts(config.data, config.columns)
         eval_documents = None if config.eval_data is None else _texts(config.eval_data, config.columns)
@@ -97,6 +98,7 @@ def load_data(
     store = open_store(source, tokenizer, dated_template, **encode_options)
     eval_store = store if eval_source is None else open_store(eval_source, tokenizer, dated_template, **encode_options)
     _check_group(store, config)
+    _check_group(eval_store, config)
     if (
         targets == "class"
         and (largest := int(max(store.learned.max(), eval_store.learned.max())) - 1) >= config.num_labels

@@ -73,7 +73,7 @@ class TextData:
 
     train: Any
     """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]; records add ``segment_ids`` and
-    ``positions``."""
+    ``positions``, and some objectives ``targets`` or the columns of a reference."""
     held_out: Sequence[dict[str, np.ndarray]]
     """Evaluation batches; padding rows of the last batch have all labels ignored."""
     num_documents: int
@@ -182,10 +182,7 @@ def pack_stores(
     packing: str,
     too_long: str,
 ) -> RecordData:
-    """Split, pack and shuffle tokenised records, as `record_data` does.
-
-    If `eval_store` is `store` itself, a fraction of its documents is held out.
-    """
+    """Do what `record_data` does with tokenised records; with `eval_store` equal to `store`, hold out a fraction."""
     import grain  # takes a second; `import lowtide` does not need it
 
     if eval_store.group != store.group:
@@ -351,10 +348,7 @@ class Rows:
 
 
 def cut_documents(lengths: np.ndarray, documents: np.ndarray, seq_len: int, too_long: str) -> Pieces:
-    """Cut, split or drop the documents (indices into `lengths`) that are longer than a row of `seq_len` tokens.
-
-    `too_long` is ``cut`` (keep the first `seq_len` tokens), ``split`` (keep all tokens, in several pieces) or ``drop``.
-    """
+    """Cut (keep the first `seq_len` tokens), split or drop `documents`, indices into `lengths`, longer than a row."""
     document_lengths = lengths[documents]
     is_long = document_lengths > seq_len
     num_long = int(is_long.sum())
@@ -470,11 +464,12 @@ def _refuse_without_answer(store: Store, documents: np.ndarray, source: str) -> 
 
 
 def _count_learned(store: Store, pieces: Pieces) -> np.ndarray:
-    """Count the learned tokens of each piece, except its first token, which is never a label."""
+    """Count the learned tokens of each piece; the first one is never a label, so it counts only without labels."""
+    skipped = 0 if store.kind == "pair" or (store.has_targets and store.group == 1) else 1
     first = store.offsets[pieces.document] + pieces.start
     counts = np.zeros(len(first), np.int64)
     for i, (start, length) in enumerate(zip(first.tolist(), pieces.length.tolist(), strict=True)):
-        counts[i] = np.count_nonzero(store.learned[start + 1 : start + length])
+        counts[i] = np.count_nonzero(store.learned[start + skipped : start + length])
     return counts
 
 
