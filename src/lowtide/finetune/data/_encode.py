@@ -392,7 +392,7 @@ def open_store(
     """Tokenise records into files, or open the files of an earlier call.
 
     With the targets ``verdict``, records are single answers with a label, as in KTO: each becomes a pair of documents,
-    of which the second has the answer of the next record. With ``class``, records are texts with the number of a class.
+    of which the second has an answer to the next prompt. With ``class``, records are texts with the number of a class.
 
     A template that writes the date and has no day gets today as its day, since a store must not depend on the time of
     day. The total is unknown, so both arguments of `on_progress` are the number of finished records.
