@@ -242,6 +242,9 @@ def check_kto_loss(run: Finetune) -> None:
     loss, metrics = JobPlan.make(run.config, run.base).loss_fn(model, batch)
     np.testing.assert_allclose(loss, wanted.mean(), rtol=1e-3)
     np.testing.assert_allclose(metrics["kl"], zero, rtol=1e-3, atol=1e-4)
+    rewards = 0.5 * signs * ratios[:, 0]
+    np.testing.assert_allclose(metrics["rewards/signed"], rewards.mean(), rtol=1e-3)
+    np.testing.assert_allclose(metrics["rewards/accuracies"], (rewards > 0).mean(), rtol=1e-6)
 
 
 @pytest.mark.slow_after(1)

@@ -30,15 +30,15 @@ def describe(report: Any, config: Any) -> dict[str, str]:
     held_out_text = ", ".join(f"{count:,} {label}" for label, count in held_out.items() if count)
     return {
         "records": f"{report.num_documents:,} of the kind {report.kind}{template_text}, {report.num_tokens:,} tokens",
-        "left out": f"{drop_text or 'none'}; {report.num_cut:,} {verb} at {config.seq_len} tokens{lost_text}",
+        "left out": f"{drop_text or 'none'}; {report.num_cut:,} {verb} at {config.document_tokens} tokens{lost_text}",
         "rows": f"{report.num_rows:,} to train on, {report.utilisation:.1%} full, {report.loss_share:.1%} of "
         "their tokens learned",
         **({"not read": ", ".join(report.unread)} if report.unread else {}),
-        **({"held out": f"{held_out_text} at {config.seq_len} tokens"} if held_out_text else {}),
+        **({"held out": f"{held_out_text} at {config.document_tokens} tokens"} if held_out_text else {}),
     }
 
 
-def lost_tokens_warning(report: Any, seq_len: int) -> str | None:
+def lost_tokens_warning(report: Any, config: Any) -> str | None:
     """Return a warning if more than 2 % of a report's tokens are lost, else None; also None without a report."""
     if report is None:
         return None
@@ -46,7 +46,8 @@ def lost_tokens_warning(report: Any, seq_len: int) -> str | None:
     if num_lost <= _MAX_LOST_SHARE * report.num_tokens:
         return None
     share = f"{num_lost:,} of {report.num_tokens:,} tokens ({num_lost / report.num_tokens:.0%})"
-    return f"{share} are lost: records are longer than {seq_len:,} tokens\nhint: raise --seq-len, or --too-long split"
+    remedy = "raise --seq-len" + (", or --too-long split" if config.document_tokens == config.seq_len else "")
+    return f"{share} are lost: records are longer than {config.document_tokens:,} tokens\nhint: {remedy}"
 
 
 def describe_ends(tokens: Any, tokenizer: Any) -> str:

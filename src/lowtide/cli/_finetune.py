@@ -191,7 +191,8 @@ def _finetune(
     if losses := job.eval_losses():
         (_, first), (_, last) = losses[0], losses[-1]
         last = last if best is None else dict(losses).get(best, last)
-        console.print(f"Held-out loss {first:.4f} → {last:.4f} {config.loss_unit} ({(last - first) / first:+.1%}).")
+        change = f" ({(last - first) / first:+.1%})" if first else ""
+        console.print(f"Held-out loss {first:.4f} → {last:.4f} {config.loss_unit}{change}.")
     console.print(f"{'Model' if config.full else 'Adapter'}, metrics and memory table are in {out}", soft_wrap=True)
     if page is not None:
         console.print(f"The page of the run is {page}", soft_wrap=True)
@@ -348,7 +349,7 @@ def _print_plan(console: Console, job: Any, table: Any, saved_bytes: int | None)
     }
     for name, text in rows.items():
         grid.add_row(Text(name, style="bold"), Text(text))
-    if (problem := _data_report.lost_tokens_warning(data.report, config.seq_len)) is not None:
+    if (problem := _data_report.lost_tokens_warning(data.report, config)) is not None:
         print_labelled(console, "warning", problem)
     console.print(grid)
     for note in data.notes:

@@ -179,7 +179,8 @@ class FinetuneConfig:
     """Sequences in a batch."""
     seq_len: Annotated[int, Ge(0)] = 0
     """Tokens in a sequence. 0: the length of the longest record (for plain text, a sixteenth of all tokens), rounded up
-    to a multiple of 64, up to 2,048 tokens and the model's context; for the embedded model up to 128 tokens."""
+    to a multiple of 64, up to 2,048 tokens and the model's context; for the embedded model up to 128 tokens. Each
+    document of a pair gets half of it."""
     num_microbatches: Count = dataclasses.field(default=1, metadata=_EDITABLE)
     """Parts of a batch that run one after the other, to save activation memory. The load-balancing loss of a mixture of
     experts, and the divergence in kto, are computed for each part."""
@@ -281,9 +282,13 @@ class FinetuneConfig:
     @property
     def loss_unit(self) -> str:
         """Unit of the loss: nats per token, or per pair of a preference."""
-        if self.objective == "classification":
-            return "nats/text"
-        return "nats/pair" if self.objective in (*_PREFERENCES, "reward", "embedding") else "nats/token"
+        units = {"classification": "nats/text", "kto": "nats/answer"}
+        return units.get(self.objective, "nats/pair" if self.objective in _PAIRED else "nats/token")
+
+    @property
+    def document_tokens(self) -> int:
+        """Largest number of tokens of a document; both documents of a pair are in one row."""
+        return self.seq_len // (2 if self.objective in _PAIRED else 1)
 
     @property
     def step_microbatches(self) -> int:
@@ -486,7 +491,9 @@ def _refuse_for_objective(config: FinetuneConfig, changed: set[str]) -> None:
         }
         fields = fields.get(config.objective, "prompt, chosen and rejected")
         hint = f"name a file of records with {fields}: --data pairs.jsonl"
-        raise ConfigError(f"objective {config.objective} needs data: the built-in corpus has no preferences", hint=hint)
+        raise ConfigError(
+            f"objective {config.objective} needs data: the built-in corpus has no such records", hint=hint
+        )
     if config.objective == "embedding" and config.batch_size == 1:
         raise _out_of_range("batch_size", 1, "at least 2, since other pairs of the batch are the negatives")
     if config.label_smoothing >= 0.5:
@@ -580,6 +587,7 @@ _OBJECTIVES_WITH = {
     "pooling": ("embedding",),
 }
 """Objectives that read a setting; `FinetuneConfig` refuses it with any other."""
+_PAIRED = (*_PREFERENCES, "reward", "embedding")
 _REFUSED_PACKINGS = {"embedding": ("contiguous", "best-fit")}  # in a row of several pairs, pairs would have no number
 _HEADS = ("reward", "classification")
 _OBJECTIVES_WITHOUT = {

@@ -187,17 +187,7 @@ class Finetune:
             self.trainer.update(add_eva_adapter(parts.base, config, self.data.train))
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
-        """Compile the step of `run`, and report its bytes.
-
-        Args:
-            target: device to compile for; None for the hardware at hand.
-
-        Returns:
-            The table; `compare` adds the naive step.
-
-        Memory:
-            Compiles; allocates nothing on the device.
-        """
+        """Compile the step of `run` for a target, None for the hardware at hand; `compare` adds the naive step."""
         state = self.trainer.state
         return MemoryTable(
             ours=self.trainer.memory(self.data.train[0], target=target),
@@ -213,16 +203,8 @@ class Finetune:
         The naive step differentiates and updates the whole model on the device, with frozen weights behind
         `jax.lax.stop_gradient`.
 
-        Args:
-            table: the result of `memory`.
-            target: the target of that call.
-
-        Returns:
-            The table with the naive step; its report is None if the step does not compile for lack of memory.
-
-        Memory:
-            Compiles; allocates nothing on the device. The process keeps the compiler's memory, so a run compares after
-            training.
+        `table` and `target` are those of `memory`. The report of the naive step is None if it does not compile for lack
+        of memory. The process keeps the compiler's memory, so a run compares after training.
         """
         batch, sharding = self.data.train[0], self.trainer.sharding
         batch = batch if sharding is None else sharding.batch_shapes(batch, self.config.num_microbatches)
@@ -410,16 +392,9 @@ class Finetune:
         return bool(self.config.sample_tokens) and self._processes.count == 1 and writes_text
 
     def sample(self, model: Tree) -> tuple[str, str]:
-        """Sample a continuation of a held-out text, or an answer to the first question of a held-out record.
+        """Return a held-out text and its continuation, or the first question of a held-out record and an answer.
 
-        Args:
-            model: the model to sample from: `base`, or ``trainer.model``.
-
-        Returns:
-            The prompt and its continuation.
-
-        Memory:
-            Layers in host memory are streamed once for each token. Embedding and head are copied to the device.
+        Layers in host memory are streamed once for each token. Embedding and head are copied to the device.
         """
         batch = self.data.held_out[0]
         row = batch["tokens"][0]

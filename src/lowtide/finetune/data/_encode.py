@@ -535,8 +535,9 @@ def _check_target(targets: Targets | None, example: Example | None) -> Example |
     if targets == "class" and (
         example.kind != "text" or not 0 <= int(-1 if example.target is None else example.target) < MOST_CLASSES
     ):
-        expected = f"text and label, a number from 0 to {MOST_CLASSES - 1}"
-        raise DataError(f"{example.where}: the record has no text with a class", expected=expected)
+        expected = f"text and label, a whole number from 0 to {MOST_CLASSES - 1}"
+        hint = "number the classes; other names of columns: --columns text=sentence,label=class"
+        raise DataError(f"{example.where}: the record has no text with a class", expected=expected, hint=hint)
     if targets is None and example.target is False and example.kind != "text" and example.rejected is None:
         hint = "remove such records: training on them would teach what was rejected; --objective kto reads them"
         raise DataError(f"{example.where}: label is false, so the answer was rejected", hint=hint)

@@ -347,7 +347,8 @@ def _kind_of(raw: Mapping[str, Any], location: str, columns: Mapping[str, str]) 
         hint = f"select one of them: --columns {','.join(f'{name}={columns.get(name, name)}' for name in names)}"
         raise DataError(f"{location}: the record matches several kinds: {'; '.join(fields)}", hint=hint)
     delimiters = [delimiter for delimiter in (";", "\t", "|") if len(raw) == 1 and delimiter in next(iter(raw))]
-    expected = "text; prompt and completion; instruction and output; messages; or conversations"
+    expected = "text; prompt and completion; instruction and output; messages; or conversations; for other objectives "
+    expected += "also prompt, chosen and rejected, or anchor and positive"
     hint = "name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer"
     if delimiters:
         hint = "write the file with commas, or as .tsv with tabs; columns seem to be separated by "

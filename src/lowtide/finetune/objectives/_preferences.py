@@ -66,15 +66,24 @@ def kto_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any,
     sums, references = _sums_with_reference(model, batch, hidden)
     policy, reference = _pairs_of(sums, batch), split_pairs(references)
     mismatches = (policy.rejected - reference[1]) * policy.weights
-    desirable = sum_by_document((batch["targets"] == 1).astype(jnp.float32), batch["segment_ids"])
-    return losses.kto(
-        *(policy.chosen, reference[0], split_pairs(desirable)[0] > 0),
-        jnp.sum(mismatches) / jnp.maximum(jnp.sum(policy.weights), 1),
+    verdicts = sum_by_document((batch["targets"] == 1).astype(jnp.float32), batch["segment_ids"])
+    is_desirable, count = split_pairs(verdicts)[0] > 0, jnp.maximum(jnp.sum(policy.weights), 1)
+    loss, metrics = losses.kto(
+        *(policy.chosen, reference[0], is_desirable),
+        jnp.sum(mismatches) / count,
         beta=config.beta or 0.1,
         desirable_weight=config.desirable_weight,
         undesirable_weight=config.undesirable_weight,
         weights=policy.weights,
     )
+    # Means over one kind of answers could not be averaged over microbatches, which have different numbers of them.
+    margins = (policy.chosen - reference[0]) * jnp.where(is_desirable, 1.0, -1.0) * policy.weights
+    rewards = jax.lax.stop_gradient((config.beta or 0.1) * margins)
+    return loss, {
+        "kl": metrics["kl"],
+        "rewards/signed": jnp.sum(rewards) / count,
+        "rewards/accuracies": jnp.sum(rewards > 0) / count,
+    }
 
 
 def orpo_loss(model: Any, batch: Tree, hidden: Hidden, config: Any) -> tuple[Any, Tree]:
