@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 
@@ -8,6 +9,11 @@ from lowtide.cli._data_report import lost_tokens_warning
 from lowtide.core import ConfigError, DataError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml
 from lowtide.finetune.data._load import load_data
+
+
+def paired(config):
+    return dataclasses.replace(config, objective="dpo", data="pairs.jsonl")
+
 
 CHATS = [{"prompt": f"ask {i}", "completion": f" answer {i}"} for i in range(12)]
 TEXTS = [{"text": f"the tide goes out {i} " * 4} for i in range(12)]
@@ -55,9 +61,11 @@ def test_the_length_is_that_of_the_longest_record_and_lost_tokens_are_said(load)
     assert whole.seq_len % 64 == 0 and whole.notes == ()
     cut = load(records)
     assert cut.report.num_cut == 1 and cut.notes == ()
-    warning = lost_tokens_warning(cut.report, cut.seq_len)
+    config = FinetuneConfig(seq_len=cut.seq_len)
+    warning = lost_tokens_warning(cut.report, config)
     assert re.match(r"\d+ of [\d,]+ tokens \(\d+%\) are lost: records are longer than \d+ tokens\nhint: ", warning)
-    assert lost_tokens_warning(whole.report, whole.seq_len) is lost_tokens_warning(None, 64) is None
+    assert "split" in warning and "split" not in lost_tokens_warning(cut.report, paired(config))
+    assert lost_tokens_warning(whole.report, config) is lost_tokens_warning(None, config) is None
     text = load([{"text": "the tide goes out " * 400}], model="m", seq_len=0)
     assert text.seq_len % 64 == 0 and text.num_train_sequences > 9
 

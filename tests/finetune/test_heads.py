@@ -87,7 +87,7 @@ def test_a_run_trains_a_head_that_peft_can_name(objective: Any, tmp_path: Path) 
     ("record", "message"),
     [
         ({"text": "a b c", "label": 2}, "label 2, but num_labels is 2(.|\n)*--num-labels 3"),
-        ({"text": "a b c", "label": "good"}, "no text with a class(.|\n)*a number from 0 to 253"),
+        ({"text": "a b c", "label": "good"}, "no text with a class(.|\n)*a whole number from 0 to 253"),
         ({"text": "a b c", "label": 254}, "no text with a class"),
         ({"text": "a b c", "label": None}, "no text with a class"),
     ],
