@@ -376,7 +376,7 @@ def _charts(config: FinetuneConfig, records: Sequence[Mapping[str, Any]]) -> lis
 
     speed, note = _clip_peaks([(step, tokens / seconds if seconds else None) for step, seconds in curve("seconds")])
     unit = config.loss_unit.replace("/", " per ")
-    name = "accuracy" if config.objective == "classification" else "rewards/accuracies"
+    name = "accuracy" if config.objective in ("classification", "embedding") else "rewards/accuracies"
     accuracy = {"training": curve(name), "held out": curve(f"eval_{name}")}
     title = "Accuracy" if name == "accuracy" else "Share of pairs ranked as preferred"
     preference = [Chart(title=title, curves=accuracy)] if accuracy["training"] else []

@@ -62,7 +62,7 @@ def info_nce(
     similarities = jnp.einsum("bd,cd->bc", *units)
     logits, matches = similarities / temperature, jnp.arange(num_queries)
     weights = jnp.ones(num_queries) if weights is None else weights
-    # Padding is the match of its own query only, so that no softmax is over nothing.
+    # A padding query keeps its own match, so that its softmax has a finite term.
     is_padding = jnp.pad(weights == 0, (0, documents.shape[0] - num_queries))
     is_match = jnp.eye(num_queries, documents.shape[0], dtype=bool)
     logits = jnp.where((is_padding[None] | (weights == 0)[:, None]) & ~is_match, -jnp.inf, logits)

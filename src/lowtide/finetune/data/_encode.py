@@ -51,7 +51,7 @@ _ABANDONED_SECONDS = 86_400
 MOST_CLASSES = 254
 """Number of classes that fit next to 0, unlearned tokens, in the bytes of `Store.learned`."""
 Targets = Literal["verdict", "class"]
-"""What the field ``label`` of records means."""
+"""Meanings of the field ``label`` of records."""
 Source = Path | Sequence[str] | Mapping[str, str]
 _TOKENS, _LEARNED, _ENDS, _METADATA = "tokens.bin", "learned.bin", "ends.bin", "about.json"
 

@@ -43,7 +43,7 @@ def is_records(path: Path) -> bool:
 
 
 def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | None]:
-    """Stream the records of a file or a folder; a blank record is None.
+    """Stream the records of a file or a folder, with None for each blank record.
 
     A folder has files of one format, read in sorted order, without files named for evaluation if there are others. Or
     `datasets` saved it with ``save_to_disk``. `columns` is from `parse_columns`. Files that are damaged, empty or in
