@@ -69,6 +69,7 @@ from ._models import HiddenPass as HiddenPass
 from ._models import LayerStack as LayerStack
 from ._models import ModelObject as ModelObject
 from ._models import StackShapes as StackShapes
+from ._models import fill_layer as fill_layer
 from ._models import hidden_in_groups as hidden_in_groups
 from ._models import hidden_pass as hidden_pass
 from ._models import is_loss as is_loss
@@ -76,6 +77,8 @@ from ._models import is_own_name as is_own_name
 from ._models import is_recomputed as is_recomputed
 from ._models import is_stacked as is_stacked
 from ._models import kept_names as kept_names
+from ._models import layer_indices as layer_indices
+from ._models import layer_slot as layer_slot
 from ._models import model_part as model_part
 from ._models import num_layers as num_layers
 from ._models import recomputed as recomputed

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -440,12 +441,35 @@ class ExternalNames(Protocol):
 
         Returns:
             The name, such as ``model.layers.{layer}.self_attn.q_proj``. It contains the text ``{layer}`` in place of
-            the layer's index when the module's leaves are stacked along a leading layer axis.
+            the layer's index when the module's leaves are stacked along a leading layer axis. The text is
+            ``{layer:4+1}`` if the stack holds every fourth layer, beginning with layer 1.
 
         Raises:
             KeyError: when the other library has no module for `path`.
         """
         ...
+
+
+_LAYER_SLOT = re.compile(r"\{layer(?::(\d+)\+(\d+))?\}")
+
+
+def layer_slot(stride: int, offset: int) -> str:
+    """Return the text for the layer's index in an external name whose stack holds every `stride`-th layer."""
+    return "{layer}" if stride == 1 else f"{{layer:{stride}+{offset}}}"
+
+
+def layer_indices(name: str, count: int) -> range | None:
+    """Return the indices of the layers in a stack of `count`, from its external name; None without a layer's index."""
+    match = _LAYER_SLOT.search(name)
+    if match is None:
+        return None
+    stride, offset = int(match[1] or 1), int(match[2] or 0)
+    return range(offset, offset + stride * count, stride)
+
+
+def fill_layer(name: str, layer: int) -> str:
+    """Replace the text for the layer's index in an external name by an index."""
+    return _LAYER_SLOT.sub(str(layer), name)
 
 
 # --- Groups of layers -------------------------------------------------------------------------------------------------

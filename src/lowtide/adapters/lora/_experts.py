@@ -17,12 +17,22 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ...core import ConfigError, LinearWeight, ModelFileError, StructureError, Tree, shortened, shown
+from ...core import (
+    ConfigError,
+    LinearWeight,
+    ModelFileError,
+    StructureError,
+    Tree,
+    fill_layer,
+    layer_indices,
+    shortened,
+    shown,
+)
 from ._kinds import AnyConfig
 from ._lora import SUM_NAMES, VARIANTS, LoRAWeight, non_sum_kind
 from ._node import Variants, shard_adapter
 from ._peft import MERGE_HINT, MODEL_HINT, PREFIX, WEIGHT_INITS, AdapterKind, PeftConfig, TensorFile, host_leaves
-from ._sites import EXPERT, LAYER, Site, external_name, sites
+from ._sites import EXPERT, Site, external_name, sites
 
 # Other adapters are refused. DoRA would compute the norms of every expert in every product. No source defines (IA)³'s
 # vectors or VeRA's projections for experts. As in PEFT, there is no dropout.
@@ -82,7 +92,8 @@ class Parameter:
 
     @property
     def names(self) -> list[str]:
-        return [self.name.replace(LAYER, str(layer)) for layer in range(self.sites[0].weight.shape[0])]
+        layers = layer_indices(self.name, self.sites[0].weight.shape[0])
+        return [fill_layer(self.name, layer) for layer in layers or ()]
 
     @property
     def keys(self) -> list[tuple[str, str]]:

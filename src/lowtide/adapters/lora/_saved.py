@@ -25,6 +25,8 @@ from ...core import (
     SelectionError,
     StructureError,
     Tree,
+    fill_layer,
+    layer_indices,
     linear,
     put,
     rows,
@@ -34,7 +36,7 @@ from ...core import memory_space as space_of
 from ._lora import Config
 from ._node import AdapterWeight, is_adapter
 from ._peft import LORA, PREFIX, AdapterKind, PeftConfig, TensorFile, check_array, check_values, is_saved
-from ._sites import LAYER, Site, match_field, sites, tied_names
+from ._sites import Site, match_field, sites, tied_names
 
 _TIED_HINT = "train it with ensure_weight_tying=True in PEFT, or merge it there"
 
@@ -163,11 +165,12 @@ def _array_names(model: Tree, site: Site) -> _ArrayNames | None:
         name = model.external_name(module)
     except KeyError:
         return None
-    if name.count("{") > (LAYER in name) or leaf not in ("weight", "bias"):
+    layers = layer_indices(name, site.weight.shape[0])
+    if name.count("{") > (layers is not None) or leaf not in ("weight", "bias"):
         return None
-    if LAYER not in name:
+    if layers is None:
         return _ArrayNames([name], leaf, False)
-    return _ArrayNames([name.replace(LAYER, str(layer)) for layer in range(site.weight.shape[0])], leaf, True)
+    return _ArrayNames([fill_layer(name, layer) for layer in layers], leaf, True)
 
 
 def adapter_modules(model: Tree, adapted: Collection[str], indices: Collection[int]) -> set[str]:

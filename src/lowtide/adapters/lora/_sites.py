@@ -23,8 +23,11 @@ from ...core import (
     StructureError,
     Tree,
     check_integer,
+    fill_layer,
     is_count,
     is_pattern,
+    layer_indices,
+    layer_slot,
     leaves_with_paths,
     match_names,
     shown,
@@ -32,7 +35,7 @@ from ...core import (
 from .._adapted import is_weight
 from ._node import is_adapter
 
-LAYER, EXPERT = "{layer}", "{expert}"
+EXPERT = "{expert}"
 _ALL_LINEAR = "all-linear"
 
 
@@ -46,6 +49,8 @@ class Site:
     """Tree path of the weight."""
     node: Any
     """The node at this place: an array (or its shape), another `lowtide.core.LinearWeight`, or an adapter."""
+    stride: tuple[int, int] = (1, 0)
+    """For a stack of every n-th layer: n, and the index of its first layer."""
 
     @property
     def module(self) -> str:
@@ -76,7 +81,14 @@ class Site:
     @property
     def is_experts(self) -> bool:
         """Whether the base weight has the axes of experts in an MoE, [num_layers, num_experts, out, in]."""
-        return self.is_floating and len(self.weight.shape) == 4
+        # A depthwise convolution [num_layers, channels, 1, taps] has as many axes.
+        return self.is_floating and len(self.weight.shape) == 4 and self.weight.shape[-2] > 1
+
+    @property
+    def layers(self) -> range:
+        """Indices of the layers in a stacked weight."""
+        stride, offset = self.stride
+        return range(offset, offset + stride * self.weight.shape[0], stride)
 
     @property
     def is_matrix(self) -> bool:
@@ -92,7 +104,11 @@ class Site:
 def sites(model: Tree) -> list[Site]:
     """Return a site for every leaf, in flattening order; an adapted weight is one site."""
     leaves = leaves_with_paths(model, is_leaf=is_weight)
-    return [Site(index=index, path=path, node=node) for index, (path, node) in enumerate(leaves)]
+    strides: Mapping[str, tuple[int, int]] = getattr(model, "layer_strides", {})
+    return [
+        Site(index=index, path=path, node=node, stride=strides.get("/".join(path.split("/")[:2]), (1, 0)))
+        for index, (path, node) in enumerate(leaves)
+    ]
 
 
 def adapted_sites(model: Tree) -> list[Site]:
@@ -200,10 +216,11 @@ def select_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[
     if layers is None:
         return list(chosen)
     selected = [site for site in chosen if len(site.weight.shape) == 3 or _layer_index(site) in layers]
-    counts = [site.weight.shape[0] for site in chosen if len(site.weight.shape) == 3]
-    existing = {index for count in counts for index in range(count)} | {_layer_index(site) for site in selected}
+    stacks = [site.layers for site in chosen if len(site.weight.shape) == 3]
+    existing = {index for stack in stacks for index in stack} | {_layer_index(site) for site in selected}
     if absent := [layer for layer in layers if layer not in existing]:
-        hint = f"use indices below {min(counts)}" if counts else "use the indices in paths such as layers/3/q_proj"
+        count = max((stack[-1] for stack in stacks), default=0) + 1
+        hint = f"use indices below {count}" if stacks else "use the indices in paths such as layers/3/q_proj"
         raise ConfigError(f"layers: {absent[0]} is not a layer of the targets", hint=hint)
     return selected
 
@@ -217,7 +234,7 @@ def layer_scale(site: Site, layers: Sequence[int] | None) -> Any:
     """Make the leaf `layer_scale`: 1 for chosen layers of a stack, 0 for others; None without `layers` or a stack."""
     if layers is None or len(site.weight.shape) != 3:
         return None
-    return make_leaf(site, (), lambda shape: jnp.asarray([float(i in layers) for i in range(shape[0])], jnp.float32))
+    return make_leaf(site, (), lambda shape: jnp.asarray([float(i in layers) for i in site.layers], jnp.float32))
 
 
 def make_leaf(site: Site, shape: tuple[int, ...], make: Callable[[tuple[int, ...]], Array]) -> Any:
@@ -240,30 +257,31 @@ def external_name(model: Tree, site: Site) -> str | None:
             return None
     segments = site.module.split("/")
     if len(site.weight.shape) == 3:
-        segments.insert(segments.index("layers") + 1 if "layers" in segments else len(segments), LAYER)
+        segments.insert(segments.index("layers") + 1 if "layers" in segments else len(segments), layer_slot(1, 0))
     return ".".join(segments)
 
 
 def layer_names(model: Tree, site: Site) -> list[str]:
     """Return a site's external names: one, one for each layer of a stack, or one for each expert of each layer."""
     name, shape = external_name(model, site), tuple(site.weight.shape)
+    layers = None if name is None else layer_indices(name, shape[0])
     if site.is_experts:
-        if name is None or LAYER not in name or EXPERT not in name:
+        if name is None or layers is None or EXPERT not in name:
             message = f"{site.path}: the external name has no module for each of these experts: {name!r}"
-            hint = f"return a name with {LAYER} and {EXPERT}, or merge the adapters with lt.lora.merge"
+            hint = f"return a name with {layer_slot(1, 0)} and {EXPERT}, or merge the adapters with lt.lora.merge"
             raise StructureError(message, hint=hint)
-        indices = itertools.product(range(shape[0]), range(shape[1]))
-        return [name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for layer, expert in indices]
+        indices = itertools.product(layers, range(shape[1]))
+        return [fill_layer(name, layer).replace(EXPERT, str(expert)) for layer, expert in indices]
     if name is None:
         message = f"{site.path}: the model has no external name for {site.module!r}"
         raise StructureError(message, hint="target another module, or extend external_name")
-    if (LAYER in name) != (len(shape) == 3):
+    if (layers is not None) != (len(shape) == 3):
         raise StructureError(
             f"{site.path}: the name {name!r} does not fit a weight of shape {shape}",
-            expected=f"{LAYER} in the name exactly when the weight is stacked [num_layers, out, in]",
+            expected=f"{layer_slot(1, 0)} in the name exactly when the weight is stacked [num_layers, out, in]",
             hint="leave out vectors of stacked layers (norms, biases) [num_layers, dim], which support no adapter",
         )
-    return [name.replace(LAYER, str(layer)) for layer in range(shape[0])] if LAYER in name else [name]
+    return [name] if layers is None else [fill_layer(name, layer) for layer in layers]
 
 
 TIED_MESSAGE = "is also the model's head, and an adapter would change both"
