@@ -304,7 +304,7 @@ def test_logits_that_are_not_finite_are_an_error():
 def test_bytes_of_a_cache():
     model = _model()
     cache = empty_cache(model, jnp.ones((3, 32), jnp.int32))
-    assert models.cache_bytes(model.config, 3, 32) == cache.keys.nbytes + cache.values.nbytes
+    assert models.cache_bytes(model.config, 3, 32) == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.entries))
 
 
 @pytest.mark.parametrize(

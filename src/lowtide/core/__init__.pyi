@@ -63,6 +63,7 @@ from ._linear import products_explained as products_explained
 from ._linear import rows as rows
 from ._linear import transposed_product as transposed_product
 from ._models import INTERNAL_PREFIX as INTERNAL_PREFIX
+from ._models import LAYER_INPUT as LAYER_INPUT
 from ._models import LAYER_NAMES as LAYER_NAMES
 from ._models import ExternalNames as ExternalNames
 from ._models import HiddenPass as HiddenPass
@@ -76,12 +77,14 @@ from ._models import is_loss as is_loss
 from ._models import is_own_name as is_own_name
 from ._models import is_recomputed as is_recomputed
 from ._models import is_stacked as is_stacked
+from ._models import keep_layer_inputs as keep_layer_inputs
 from ._models import kept_names as kept_names
 from ._models import layer_indices as layer_indices
 from ._models import layer_slot as layer_slot
 from ._models import model_part as model_part
 from ._models import num_layers as num_layers
 from ._models import recomputed as recomputed
+from ._models import recomputed_layer as recomputed_layer
 from ._paths import Tree as Tree
 from ._paths import is_array_like as is_array_like
 from ._paths import is_key as is_key

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from ._checks import check_integer
@@ -137,7 +138,7 @@ class LayerStack:
             return hidden_in_groups(self, outer, layers, batch, layers_per_remat)
         block = self.block
         if remat is not False:
-            policy = None if remat is True else remat
+            policy = keep_layer_inputs if remat is True else remat
             # Inside of a scan XLA cannot merge recomputation with the forward pass, so `prevent_cse` would only cost
             # time.
             block = jax.checkpoint(recomputed(block) if remat is True else block, policy=policy, prevent_cse=False)
@@ -271,6 +272,12 @@ INTERNAL_PREFIX = "_lowtide/"
 """Prefix of Lowtide's internal `checkpoint_name`s; reports and lists for users leave these names out."""
 
 
+LAYER_INPUT = f"{INTERNAL_PREFIX}layer_input"
+"""Name of the inputs of the layers within a block of several layers. `remat=True` keeps them, as it keeps the inputs of
+blocks, so that each layer runs forward twice, and not three times."""
+keep_layer_inputs = jax.checkpoint_policies.save_only_these_names(LAYER_INPUT)
+"""Policy that recomputes everything else."""
+
 LAYER_NAMES: Mapping[str, str] = {
     "attn_q": "rotated queries",
     "attn_k": "rotated keys",
@@ -278,6 +285,8 @@ LAYER_NAMES: Mapping[str, str] = {
     "attn_out": "output of attention, before the output projection",
     "attn_lse": "log-sum-exp of the scores of each query",
     "attn_proj": "output projection of attention",
+    "attn_gate": "gate of the output of attention, or of a delta net",
+    "delta_qkv": "queries, keys and values of a delta net, before its convolution",
     "mlp_gate": "gate projection of the MLP",
     "mlp_up": "up projection of the MLP",
     "mlp_gate_up": "gate and up projections of the MLP, if they are one matrix",
@@ -310,6 +319,18 @@ def recomputed(block: Callable[..., Any], kept: frozenset[str] | None = frozense
             return block(*args, **kwargs)
 
     return traced
+
+
+def recomputed_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap one layer of a block of several: the backward pass of a recomputed block recomputes one layer at a time."""
+    if not is_recomputed():
+        return layer
+
+    def named(params: Tree, h: Tree, *args: Any) -> Any:
+        return jax.checkpoint(layer)(params, jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER_INPUT), h), *args)
+
+    # Without the barriers of `prevent_cse`, XLA could merge the recomputation with the forward pass of the same block.
+    return named
 
 
 def kept_names() -> frozenset[str] | None:

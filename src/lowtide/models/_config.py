@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+import functools
+from typing import Any, Literal, get_args
 
 from ..core import ConfigError, check_choice, check_integer, check_number
 
@@ -92,14 +93,57 @@ class Experts:
     """gpt-oss: upper bound of the gate outputs, and bound of the up outputs' absolute values (``swiglu_limit``)."""
     router_loss_coef: float = 0.0
     """Factor of the load-balancing loss (Switch Transformer, arXiv:2101.03961); 0: it is not computed."""
+    shared_size: int = 0
+    """Width of the hidden layer of the shared expert, which computes every token; 0: no shared expert."""
+    shared_gate: bool = False
+    """Whether the output of the shared expert is multiplied by a sigmoid gate."""
 
     def __post_init__(self) -> None:
+        check_integer("shared_size", self.shared_size, 0)
         check_integer("num_experts", self.num_experts)
         hint = "it must not be greater than num_experts"
         check_integer("num_experts_per_token", self.num_experts_per_token, 1, self.num_experts, hint=hint)
         check_integer("intermediate_size of an expert", self.intermediate_size)
         check_number("router_loss_coef", self.router_loss_coef, least=0)
         check_number("limit of experts", self.limit, above=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Gated delta net (arXiv:2412.06464), which replaces attention in some layers; see `lowtide.ops.gated_delta_rule`.
+
+    Raises:
+        ConfigError: for a number or size below 1, or a number of value heads that is no multiple of the key heads.
+    """
+
+    num_key_heads: int
+    """Number of query and key heads."""
+    num_value_heads: int
+    """Number of value heads; a multiple of `num_key_heads`."""
+    key_dim: int
+    """Width of a query or key head."""
+    value_dim: int
+    """Width of a value head."""
+    conv_size: int = 4
+    """Number of tokens that the short convolution reads."""
+    fused: bool = False
+    """Whether the projections are two matrices, with the outputs of each key head side by side (Qwen3-Next)."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_integer(f"{field.name} of a delta net", getattr(self, field.name), 0 if field.name == "fused" else 1)
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(f"{self.num_value_heads} value heads are no multiple of {self.num_key_heads} key heads")
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of queries, keys and values together."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of the values of all heads."""
+        return self.num_value_heads * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +218,12 @@ class DecoderConfig:
     """Soft cap of logits, ``cap * tanh(logits / cap)``; None: no cap."""
     attention_sinks: bool = False
     """Whether each head has an attention sink: a learned score in the softmax that belongs to no key."""
+    attention_gate: bool = False
+    """Whether the output of each attention head is multiplied by a sigmoid gate, which the query projection computes."""
+    delta_net: DeltaNet | None = None
+    """Gated delta net that replaces attention, or None."""
+    delta_layers: tuple[bool, ...] | None = None
+    """Which layers have the delta net in place of attention; None: all layers, if there is a delta net."""
     fused_projections: bool = False
     """Whether query, key and value projections are one matrix, and gate and up projections another matrix (Phi-3)."""
     experts: Experts | None = None
@@ -203,17 +253,43 @@ class DecoderConfig:
         self._check_rope()
         if self.sliding_window is not None:
             check_integer("sliding_window", self.sliding_window)
-        layers = self.sliding_layers
-        if layers is not None and len(layers) != self.num_layers:
-            problem = f"sliding_layers must have {self.num_layers} values, one for each layer, not {len(layers)}"
-            raise ConfigError(problem, hint="in config.json, layer_types lists the layers")
-        if layers is not None and any(layers) and self.sliding_window is None:
+        for name in ("sliding_layers", "delta_layers"):
+            layers = getattr(self, name)
+            if layers is not None and len(layers) != self.num_layers:
+                problem = f"{name} must have {self.num_layers} values, one for each layer, not {len(layers)}"
+                raise ConfigError(problem, hint="in config.json, layer_types lists the layers")
+        if self.sliding_layers is not None and any(self.sliding_layers) and self.sliding_window is None:
             raise ConfigError("layers with sliding attention need a sliding_window")
+        if self.delta_layers is not None and any(self.delta_layers) and self.delta_net is None:
+            raise ConfigError("layers with a delta net need the sizes of a delta net")
+        if self.delta_net is not None and self.rope_scaling and self.rope_scaling.rope_type in ("dynamic", "longrope"):
+            problem = f"a model with a delta net cannot have the RoPE type {self.rope_scaling.rope_type}"
+            raise ConfigError(f"{problem}: generation recomputes its keys, and could not recompute the states")
 
     @property
     def rotary_dim(self) -> int:
         """Number of rotated dimensions of each head."""
         return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def is_delta_net(self) -> bool:
+        """Whether all layers have a delta net in place of attention."""
+        return self.delta_net is not None and (self.delta_layers is None or all(self.delta_layers))
+
+    @property
+    def pattern(self) -> tuple[DecoderConfig, ...]:
+        """Configurations of the layers of one group; the model repeats the group.
+
+        Layers with different parameters cannot be slices of one stack. So each position in the group has its own
+        stack, with one layer of each group. Models of equal layers have groups of one layer. Layers that differ only in
+        their windows are equal.
+        """
+        return _pattern(self)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of layers (see `pattern`); the length of the stacks, and of `lowtide.LayerStack`."""
+        return self.num_layers // len(self.pattern)
 
     @property
     def windows(self) -> int | tuple[int | None, ...] | None:
@@ -243,3 +319,23 @@ class DecoderConfig:
             for name in ("short_factor", "long_factor"):
                 if (size := len(getattr(scaling, name))) != count:
                     raise ConfigError(f"{name} must have {count} values, one for each frequency, not {size}")
+
+
+@functools.lru_cache
+def _pattern(config: DecoderConfig) -> tuple[DecoderConfig, ...]:
+    delta_layers = config.delta_layers
+    if delta_layers is None or len({*delta_layers}) == 1:
+        return (config,)
+    sliding_layers = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
+    kinds = [*zip(delta_layers, sliding_layers, strict=True)]
+    divisors = (size for size in range(2, config.num_layers + 1) if config.num_layers % size == 0)
+    size = next(size for size in divisors if kinds == kinds[:size] * (config.num_layers // size))
+    return tuple(_layer_config(config, config.num_layers // size, *kind) for kind in kinds[:size])
+
+
+def _layer_config(config: DecoderConfig, num_layers: int, is_delta: bool, is_sliding: bool) -> DecoderConfig:
+    """Return the configuration of equal layers, which are `num_layers` layers of a model."""
+    kind: dict[str, Any] = {"num_layers": num_layers, "sliding_layers": None, "delta_layers": None}
+    kind |= {} if is_delta else {"delta_net": None}
+    kind |= {} if is_sliding else {"sliding_window": None}
+    return dataclasses.replace(config, **kind)

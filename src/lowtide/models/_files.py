@@ -50,7 +50,7 @@ from ..quant import Format, QuantizedWeight, abstract, build, format_named, matr
 from ..quant import quantize as quantize_leaves
 from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
-from ._decoder import Decoder, init, parameter_shapes, with_windows, without_windows
+from ._decoder import Decoder, init, parameter_shapes, split_block, with_windows, without_windows
 from ._quantized import Packed, Scheme, Stored, group_tensors
 from ._safetensors import CONFIG, DTYPES, INDEX, SINGLE, Source, Tensor, open_tensors, pieces, read_leaf, write_model
 from .families import family_of
@@ -439,13 +439,14 @@ def _iter_names(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, .
     The index is ``()``, ``(layer,)`` or ``(layer, expert)``.
     """
     names = family_of(config).names
-    *module, leaf = (entry.key for entry in path)
-    leaf_path = "/".join([*module, leaf])
-    template = names[leaf_path] if leaf_path in names else f"{names['/'.join(module)]}.{leaf}"
-    sizes = [config.num_layers] if "{layer}" in template else []
+    leaf_path, stride, offset = split_block("/".join(entry.key for entry in path), config)
+    module, _, leaf = leaf_path.rpartition("/")
+    template = names[leaf_path] if leaf_path in names else f"{names[module]}.{leaf}"
+    sizes = [config.num_groups] if "{layer}" in template else []
     sizes += [config.experts.num_experts] if config.experts is not None and "{expert}" in template else []
     for index in np.ndindex(*sizes):
-        yield index, template.format(**dict(zip(("layer", "expert"), index, strict=False)))
+        layer, expert = (*index, 0, 0)[:2]
+        yield index, template.format(layer=offset + stride * layer, expert=expert)
 
 
 def _weight_files(directory: Path) -> list[Path]:

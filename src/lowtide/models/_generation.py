@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ..core import ConfigError, NonFiniteError, Tree, check_integer, check_number
+from ..core import ConfigError, NonFiniteError, Tree, check_integer, check_number, tree_bytes
 from ..ops import AttentionMask
 from ._config import DecoderConfig
-from ._decoder import Decoder, activations, head_logits, layer_forward, stack_of
+from ._decoder import Decoder, LayerCache, activations, head_logits, layer_forward, map_blocks, stack_of
 from ._rope import frequencies_change
 
 _EMPTY_HINT = "use the token of a newline when there is no prompt"
+_ZERO = np.int32(0)  # indices stay int32, like `_Cache.column`, also with `jax_enable_x64`
 _STEPS_PER_CALL = 32  # steps per call of the compiled loop; Python handles signals between calls
 
 
@@ -502,7 +503,9 @@ class Conversation:
         cache, self._cache = self._cache, None
         # The last token is always processed, because its logits are needed.
         num_cached = min(len(os.path.commonprefix([self._cached_tokens, prompt])), len(prompt) - 1)
-        if cache is None or cache.segments.shape[1] < num_columns:
+        # Later columns of keys and values are overwritten, but a state cannot go back to an earlier token.
+        is_too_late = self._model.config.delta_net is not None and num_cached < len(self._cached_tokens)
+        if cache is None or is_too_late or cache.segments.shape[1] < num_columns:
             cache, num_cached = empty_cache(self._model, jnp.ones((1, num_columns), jnp.int32)), 0
         cache, logits_BV = dataclasses.replace(cache, column=jnp.int32(num_cached)), None
         while num_cached < len(prompt):
@@ -628,11 +631,11 @@ def _filter_logits(logits_BV: Array, knobs: _Knobs) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Cache:
-    """Keys and values of the tokens so far; a pytree."""
+    """Keys, values and states of the tokens so far; a pytree."""
 
-    keys: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
-    """Keys of all layers: stacked, or a tuple if the model's layers are a tuple."""
-    values: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
+    entries: Tree
+    """Arrays of the layers. For layers with attention keys and values [B, S, K, H], for those with a delta net the last
+    inputs of the convolution and the state. They are stacked, or a tuple of trees if the model's layers are a tuple."""
     segments: Int[Array, "B S"]
     """0 in the padding of a row, 1 elsewhere, also in columns that are not yet written."""
     column: Int[Array, ""]
@@ -640,7 +643,7 @@ class _Cache:
 
 
 def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype: Any = "float32") -> int:
-    """Count the bytes of the keys and values of a cache.
+    """Count the bytes of a cache.
 
     Args:
         config: the model's sizes.
@@ -649,26 +652,40 @@ def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype
         compute_dtype: dtype of the cached keys and values.
 
     Returns:
-        ``2 * num_layers * num_rows * length * num_kv_heads * head_dim`` times the bytes per element.
+        For each layer with attention ``2 * num_rows * length * num_kv_heads * head_dim`` times the bytes per element.
+        The state of a delta net does not depend on `length`.
 
     Examples:
         >>> cache_bytes(DecoderConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2,
         ...                           num_kv_heads=1, head_dim=4), num_rows=3, length=10)
         1920
     """
-    num_elements = 2 * config.num_layers * num_rows * length * config.num_kv_heads * config.head_dim
-    return num_elements * jnp.dtype(compute_dtype).itemsize
+    return tree_bytes(map_blocks(lambda block: _entry_shapes(block, num_rows, length, compute_dtype), config))
+
+
+def _entry_shapes(config: DecoderConfig, num_rows: int, length: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the shapes of the cache of equal layers."""
+    net, n = config.delta_net, config.num_layers
+    if net is None:
+        keys = jax.ShapeDtypeStruct((n, num_rows, length, config.num_kv_heads, config.head_dim), jnp.dtype(dtype))
+        return keys, keys
+    inputs = jax.ShapeDtypeStruct((n, num_rows, net.conv_size - 1, net.qkv_width), jnp.dtype(dtype))
+    state = (n, num_rows, net.num_value_heads, net.key_dim, net.value_dim)
+    return inputs, jax.ShapeDtypeStruct(state, jnp.float32)
 
 
 def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> _Cache:
     """Create an empty cache with the rows and columns of `segments_BS`."""
-    config = model.config
-    shape = (*segments_BS.shape, config.num_kv_heads, config.head_dim)
+
+    def zeros(config: DecoderConfig, stack: bool) -> tuple[Array, ...]:
+        shapes = _entry_shapes(config, *segments_BS.shape, model.compute_dtype)
+        return tuple(jnp.zeros(shape.shape if stack else shape.shape[1:], shape.dtype) for shape in shapes)
+
     if isinstance(model.layers, tuple):
-        keys, values = (tuple(jnp.zeros(shape, model.compute_dtype) for _ in model.layers) for _ in range(2))
+        entries: Any = tuple(map_blocks(lambda block: zeros(block, False), model.config) for _ in model.layers)
     else:
-        keys, values = (jnp.zeros((config.num_layers, *shape), model.compute_dtype) for _ in range(2))
-    return _Cache(keys, values, segments_BS, jnp.int32(0))
+        entries = map_blocks(lambda block: zeros(block, True), model.config)
+    return _Cache(entries, segments_BS, jnp.int32(0))
 
 
 def prefill(
@@ -708,12 +725,51 @@ def _recompute_rows(
     rewound_cache = dataclasses.replace(cache, column=jnp.int32(0))
     mask = AttentionMask(segment_ids=cache.segments)
     _, new_cache = _apply_layers(model, tokens_BS, positions_BS, rewound_cache, mask, reads_cache=False)
-    is_changed = jnp.expand_dims(mask_B, (1, 2, 3) if isinstance(cache.keys, tuple) else (0, 2, 3, 4))
+    axis = 0 if isinstance(model.layers, tuple) else 1
+
+    def merge(new: Array, old: Array) -> Array:
+        is_changed = jnp.expand_dims(mask_B, [index for index in range(new.ndim) if index != axis])
+        return jnp.where(is_changed, new, old)
+
     # All rows are computed in one program, and rows that did not change keep their old entries.
-    keys, values = jax.tree.map(
-        lambda new, old: jnp.where(is_changed, new, old), (new_cache.keys, new_cache.values), (cache.keys, cache.values)
-    )
-    return dataclasses.replace(cache, keys=keys, values=values)
+    return dataclasses.replace(cache, entries=jax.tree.map(merge, new_cache.entries, cache.entries))
+
+
+class _LayerEntries(LayerCache):
+    """A layer's part of a cache. Mutable: it holds the entries as the layer has changed them."""
+
+    def __init__(self, entries: tuple[Array, ...], column: Array, index: Array | None, reads_cache: bool) -> None:
+        self.entries = entries
+        """Arrays of this layer or, with an `index`, of all layers of the stack."""
+        self._column, self._index, self._reads_cache = column, index, reads_cache
+
+    def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
+        new = (keys, values)
+        self._write(new, (_ZERO, self._column))
+        if not self._reads_cache:
+            return new
+        keys, values = (entry.astype(array.dtype) for entry, array in zip(self._read(), new, strict=True))
+        return keys, values
+
+    def state(self, empty: tuple[Array, ...]) -> tuple[Array, ...]:
+        return self._read() if self._reads_cache else empty
+
+    def replace(self, state: tuple[Array, ...]) -> None:
+        self._write(state, ())
+
+    def _read(self) -> tuple[Array, ...]:
+        if self._index is None:
+            return self.entries
+        return tuple(jax.lax.dynamic_index_in_dim(entry, self._index, keepdims=False) for entry in self.entries)
+
+    def _write(self, new: tuple[Array, ...], start: tuple[Any, ...]) -> None:
+        written: list[Array] = []
+        for entry, array in zip(self.entries, new, strict=True):
+            update = array.astype(entry.dtype) if self._index is None else array[None].astype(entry.dtype)
+            indices = start if self._index is None else (self._index, *start)
+            indices = (*indices, *[_ZERO] * (entry.ndim - len(indices)))
+            written.append(jax.lax.dynamic_update_slice(entry, update, indices))
+        self.entries = tuple(written)
 
 
 def _apply_layers(
@@ -724,45 +780,31 @@ def _apply_layers(
     With `reads_cache`, tokens attend to the whole cache (step), otherwise only to each other (prefill).
     """
     h_BTD = activations(stack_of(model.config, model.compute_dtype).first(model.outer, {"tokens": tokens_BT}))
-    # Indices stay int32, like `cache.column`, also with `jax_enable_x64`: `dynamic_update_slice` takes one dtype.
-    zero = np.int32(0)
 
-    def apply_layer(h_BTD: Array, layer: Any, caches: Any, index: Any = None) -> tuple[Array, list[Array]]:
-        """Apply a layer; `caches` are its keys and values, or with `index` the keys and values of all layers."""
-        written: list[Array] = []
+    def apply_group(h_BTD: Array, layers: Tree, entries: Tree, index: Any = None) -> tuple[Array, Tree]:
+        """Apply one group of layers; `entries` are those of the group or, with an `index`, of all groups."""
 
-        def store(*new: Array) -> tuple[Array, Array]:
-            selected: list[Array] = []
-            for cached, update in zip(caches, new, strict=True):
-                start_indices = (zero, cache.column, zero, zero)
-                if index is None:
-                    layer_cache = jax.lax.dynamic_update_slice(cached, update.astype(cached.dtype), start_indices)
-                    written.append(layer_cache)
-                else:
-                    layer_update = update[None].astype(cached.dtype)
-                    written.append(jax.lax.dynamic_update_slice(cached, layer_update, (index, *start_indices)))
-                    layer_cache = jax.lax.dynamic_index_in_dim(written[-1], index, keepdims=False)
-                selected.append(layer_cache.astype(update.dtype) if reads_cache else update)
-            return selected[0], selected[1]
+        def apply_layer(config: DecoderConfig, layer: Tree, layer_entries: tuple[Array, ...]) -> tuple[Array, ...]:
+            nonlocal h_BTD
+            layer_cache = _LayerEntries(layer_entries, cache.column, index, reads_cache)
+            h_BTD, _ = layer_forward(layer, h_BTD, positions_BT, mask, config, layer_cache)
+            return layer_cache.entries
 
-        h_BTD, _ = layer_forward(layer, h_BTD, positions_BT, mask, model.config, store)
-        return h_BTD, written
+        entries = map_blocks(apply_layer, model.config, layers, entries)
+        return h_BTD, entries
 
     def scan_body(carry: Any, inputs: Any) -> tuple[Any, None]:
-        h_BTD, *caches = carry
-        index, layer = inputs
-        h_BTD, written = apply_layer(h_BTD, layer, caches, index)
-        return (h_BTD, *written), None
+        index, layers = inputs
+        return apply_group(carry[0], layers, carry[1], index), None
 
-    if isinstance(cache.keys, tuple):
-        stored: list[list[Array]] = []
-        for layer, *caches in zip(model.layers, cache.keys, cache.values, strict=True):
-            h_BTD, written = apply_layer(h_BTD, layer, caches)
-            stored.append(written)
-        keys, values = zip(*stored, strict=True)
+    if isinstance(model.layers, tuple):
+        written: list[Tree] = []
+        for layers, group_entries in zip(model.layers, cache.entries, strict=True):
+            h_BTD, group_entries = apply_group(h_BTD, layers, group_entries)
+            written.append(group_entries)
+        entries: Any = tuple(written)
     else:
-        indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
-        # Keys and values are in the carry, which XLA updates in place; as scan outputs they would be new arrays.
-        carry: Any = (h_BTD, cache.keys, cache.values)
-        h_BTD, keys, values = jax.lax.scan(scan_body, carry, (indices, model.layers))[0]
-    return h_BTD, _Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])
+        indices = jnp.arange(model.config.num_groups, dtype=jnp.int32)
+        # The cache is in the carry, which XLA updates in place; as scan outputs its entries would be new arrays.
+        h_BTD, entries = jax.lax.scan(scan_body, (h_BTD, cache.entries), (indices, model.layers))[0]
+    return h_BTD, _Cache(entries, cache.segments, cache.column + tokens_BT.shape[1])

@@ -24,6 +24,7 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from ..core import (
+    LAYER_INPUT,
     LAYER_NAMES,
     ConfigError,
     PlacementError,
@@ -648,7 +649,7 @@ def _near_misses(pattern: str, names: Sequence[str]) -> str:
 def _policy(save: frozenset[str], offload: frozenset[str]) -> Callable[..., Any]:
     """Return JAX's policy; equal names give the same object, because JAX's caches compare policies by identity."""
     name_policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=sorted(save),
+        names_which_can_be_saved=sorted({*save, LAYER_INPUT}),
         names_which_can_be_offloaded=sorted(offload),
         offload_src="device",
         offload_dst="pinned_host",

@@ -34,6 +34,7 @@ from ...core import (
     combine,
     format_bytes,
     is_key,
+    keep_layer_inputs,
     recomputed,
 )
 from ...jaxprs import jaxpr_flops, make_jaxpr
@@ -755,7 +756,7 @@ def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_h
     """
     if remat is False:
         return block
-    policy = None if remat is True else remat
+    policy = keep_layer_inputs if remat is True else remat
     block = recomputed(block) if remat is True else block
     if not inputs_on_host:
         return jax.checkpoint(block, policy=policy, prevent_cse=False)
@@ -780,7 +781,7 @@ def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_h
     )
 
     def decide(primitive: Any, *args: Any, **params: Any) -> Any:
-        if policy is None or params.get("name") == _INPUT_NAME:
+        if params.get("name") == _INPUT_NAME:
             return offload_input(primitive, *args, **params)
         return policy(primitive, *args, **params)
 
