@@ -21,7 +21,7 @@ from lowtide.models._decoder import _ACTIVATIONS, parameter_shapes
 from lowtide.models._rope import frequencies
 from lowtide.models._schema import ConfigFile, config_schema
 from lowtide.models.families import FAMILIES
-from lowtide.models.families._registry import ACTIVATIONS
+from lowtide.models.families._family import ACTIVATIONS
 
 from ..integration.test_damaged_files import mutate_json
 from .kinds import KINDS

@@ -130,8 +130,8 @@ class DeltaNet:
     """Whether the projections are two matrices, with the outputs of each key head side by side (Qwen3-Next)."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_integer(f"{field.name} of a delta net", getattr(self, field.name), 0 if field.name == "fused" else 1)
+        for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_size"):
+            check_integer(f"{name} of a delta net", getattr(self, name))
         if self.num_value_heads % self.num_key_heads:
             raise ConfigError(f"{self.num_value_heads} value heads are no multiple of {self.num_key_heads} key heads")
 
@@ -219,7 +219,7 @@ class DecoderConfig:
     attention_sinks: bool = False
     """Whether each head has an attention sink: a learned score in the softmax that belongs to no key."""
     attention_gate: bool = False
-    """Whether the output of each attention head is multiplied by a sigmoid gate, which the query projection computes."""
+    """Whether the query projection also computes a sigmoid gate of the output of attention."""
     delta_net: DeltaNet | None = None
     """Gated delta net that replaces attention, or None."""
     delta_layers: tuple[bool, ...] | None = None

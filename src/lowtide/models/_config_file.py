@@ -12,7 +12,7 @@ from ..core import ConfigError, ModelFileError, check_choice, check_integer, sho
 from ._config import ROPE_FIELDS, DecoderConfig, RopeScaling
 from ._quantized import Scheme, scheme_of
 from .families import FAMILIES, Family, family_of
-from .families._registry import ACTIVATIONS, COMMON, PREFIXES, Dropout
+from .families._family import ACTIVATIONS, COMMON, PREFIXES, Dropout
 
 if TYPE_CHECKING:
     from ._schema import ConfigFile, RopeEntry
@@ -50,6 +50,9 @@ def config_from_hf(raw: Mapping[str, Any], filename: str) -> DecoderConfig:
     for name in ("attention_dropout", *dropouts):
         if rate := getattr(file, name):
             warnings.warn(f"{filename}: {name} {rate} is not applied; training uses no dropout", stacklevel=3)
+    for layer_type in getattr(file, "layer_types", None) or ():
+        hint = f"{family.architecture} has no such layers"
+        check_choice(f"{filename}: layer_types", layer_type, family.layer_types, hint=hint, error=ModelFileError)
     for name in family.stored:
         if getattr(file, name):
             warnings.warn(f"{filename}: {name} is not applied, as in transformers", stacklevel=3)

@@ -50,11 +50,12 @@ from ..quant import Format, QuantizedWeight, abstract, build, format_named, matr
 from ..quant import quantize as quantize_leaves
 from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
-from ._decoder import Decoder, init, parameter_shapes, split_block, with_windows, without_windows
+from ._decoder import Decoder, init
 from ._quantized import Packed, Scheme, Stored, group_tensors
 from ._safetensors import CONFIG, DTYPES, INDEX, SINGLE, Source, Tensor, open_tensors, pieces, read_leaf, write_model
+from ._shapes import parameter_shapes, split_block, with_windows, without_windows
 from .families import family_of
-from .families._registry import IMAGE_MODULES
+from .families._family import IMAGE_MODULES
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -246,12 +247,14 @@ def _open_weights(
         return
     with open_tensors(_weight_files(directory)) as sources:
         weights = sources
-        if family_of(config).text_of is not None:  # drop image modules, and rename the rest as in a text model
-            # transformers 4 prefixes "language_model." to a name, and transformers 5 puts it after "model.".
+        family = family_of(config)
+        if family.text_of is not None or family.ignored != IMAGE_MODULES:
+            # Drop what is not part of the decoder, and rename the rest as in a text model. transformers 4 prefixes
+            # "language_model." to a name, and transformers 5 puts it after "model.".
             weights = {
                 re.sub(r"^(model\.)?language_model\.", r"\1", name): source
                 for name, source in sources.items()
-                if not name.removeprefix("model.").startswith(IMAGE_MODULES)
+                if not name.removeprefix("model.").startswith(family.ignored)
             }
         embedding = _embedding(config)
         # A file may store the tied tensor under the head's name.

@@ -24,8 +24,10 @@ from jaxtyping import Array, Bool, Float, Int
 from ..core import ConfigError, NonFiniteError, Tree, check_integer, check_number, tree_bytes
 from ..ops import AttentionMask
 from ._config import DecoderConfig
-from ._decoder import Decoder, LayerCache, activations, head_logits, layer_forward, map_blocks, stack_of
+from ._decoder import Decoder, activations, head_logits, stack_of
+from ._layers import LayerCache, layer_forward
 from ._rope import frequencies_change
+from ._shapes import map_blocks
 
 _EMPTY_HINT = "use the token of a newline when there is no prompt"
 _ZERO = np.int32(0)  # indices stay int32, like `_Cache.column`, also with `jax_enable_x64`
@@ -678,7 +680,7 @@ def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> _Cache:
     """Create an empty cache with the rows and columns of `segments_BS`."""
 
     def zeros(config: DecoderConfig, stack: bool) -> tuple[Array, ...]:
-        shapes = _entry_shapes(config, *segments_BS.shape, model.compute_dtype)
+        shapes = _entry_shapes(config, segments_BS.shape[0], segments_BS.shape[1], model.compute_dtype)
         return tuple(jnp.zeros(shape.shape if stack else shape.shape[1:], shape.dtype) for shape in shapes)
 
     if isinstance(model.layers, tuple):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from .families import FAMILIES
-from .families._registry import Dropout, Fraction, Length, NumLayers, Scale, Size, Theta
+from .families._family import Dropout, Fraction, Length, NumLayers, Scale, Size, Theta
 
 _MOST_TOKENS = 2**24
 
@@ -42,6 +42,8 @@ class RopeEntry(_File):
     beta_slow: Scale | None = None
     truncate: bool | None = None
     attention_factor: Scale | None = None
+    mrope_section: Any = None
+    mrope_interleaved: Any = None
     short_factor: Annotated[list[Scale], Field(max_length=2**16)] | None = None
     long_factor: Annotated[list[Scale], Field(max_length=2**16)] | None = None
 

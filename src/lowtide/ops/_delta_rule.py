@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,50 +92,74 @@ def gated_delta_rule(
         state = jnp.zeros((num_rows, num_values, key_dim, value_dim), jnp.float32)
     tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
 
-    def step(carry: Any, tokens: Tree) -> tuple[Any, Array]:
-        state, last_document = carry
-        documents = tokens.pop("documents", None)
+    def step(state: Array, tokens: Tree, documents: Documents | None) -> tuple[Array, Array]:
         out, state = delta_span(
-            **tokens, documents=documents, last_document=last_document, state=state, scale=scale, normalize=normalize,
-            chunk_size=chunk_size,
-        )  # fmt: skip
-        return (state, None if documents is None else documents[:, -1]), out
+            **tokens, documents=documents, state=state, scale=scale, normalize=normalize, chunk_size=chunk_size
+        )
+        return state, out
 
-    (state, _), out = scan_spans(step, state, tokens, segment_ids)
-    return out, state
+    final_state, out = scan_spans(step, state, tokens, segment_ids)
+    return out, final_state
+
+
+class Documents(NamedTuple):
+    """Documents of the tokens of a span, numbered within each row."""
+
+    tokens: Int[Array, "B t"]
+    """Document of each token."""
+    before: Int[Array, "B"]
+    """Document of the last token before the span."""
 
 
 def scan_spans(
-    step: Callable[[Any, Tree], tuple[Any, Array]], state: Tree, tokens: Tree, segment_ids: Array | None
+    step: Callable[[Any, Tree, Documents | None], tuple[Any, Array]],
+    state: Any,
+    tokens: Tree,
+    segment_ids: Int[Array, "B T"] | None = None,
 ) -> tuple[Any, Array]:
-    """Run ``(state, last_document), out = step((state, last_document), tokens)`` over spans of the tokens [B, T, ...].
+    """Run a recurrence over spans of tokens, with one checkpoint per span.
 
-    `tokens` also gets ``documents`` if there are segment ids: the number of document borders up to each token.
-    ``last_document`` is the document of the last token before the span, [B]. Returns the last carry, and the output
-    for all tokens. The backward pass recomputes one span at a time.
+    Args:
+        step: function ``(state, tokens, documents) -> (state, out)`` of at most 1,024 tokens [B, t, ...]. `documents`
+            is None without `segment_ids`.
+        state: tree of arrays before the first token, which belongs to the document of the first token.
+        tokens: tree of arrays [B, T, ...].
+        segment_ids: document of each token; a document begins where the id changes.
+
+    Returns:
+        The state after the last token, and the outputs of all tokens [B, T, ...].
+
+    Memory:
+        For the backward pass, the state before each span; the residuals of `step` exist for one span at a time.
     """
-    last_document = None
+    documents = None
     if segment_ids is not None:
         borders = segment_ids[:, 1:] != segment_ids[:, :-1]
-        tokens = {**tokens, "documents": jnp.pad(jnp.cumsum(borders, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))}
-        last_document = jnp.zeros(segment_ids.shape[:1], jnp.int32)
-    carry, length = (state, last_document), jax.tree.leaves(tokens)[0].shape[1]
+        documents = jnp.pad(jnp.cumsum(borders, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    length = jax.tree.leaves(tokens)[0].shape[1]
     num_spans, num_rest = divmod(length, _SPAN_TOKENS)
+
+    def run_span(carry: Any, xs: Any) -> tuple[Any, Array]:
+        (state, before), (tokens, documents) = carry, xs
+        state, out = step(state, tokens, None if documents is None else Documents(documents, before))
+        return (state, before if documents is None else documents[:, -1]), out
+
+    def split(array: Array) -> Array:
+        spans = array[:, : num_spans * _SPAN_TOKENS]
+        return jnp.moveaxis(spans.reshape(array.shape[0], num_spans, _SPAN_TOKENS, *array.shape[2:]), 1, 0)
+
+    xs = (tokens, documents)
+    carry: Any = (state, None if documents is None else documents[:, 0])
     outs: list[Array] = []
-    if num_spans:
-
-        def split(array: Array) -> Array:
-            spans = array[:, : num_spans * _SPAN_TOKENS].reshape(array.shape[0], num_spans, _SPAN_TOKENS, *array.shape[2:])
-            return jnp.moveaxis(spans, 1, 0)
-
-        carry, out = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, jax.tree.map(split, tokens))
-        out = jnp.moveaxis(out, 0, 1)
-        outs.append(out.reshape(out.shape[0], num_spans * _SPAN_TOKENS, *out.shape[3:]))
+    if num_spans > 1 or (num_spans and not num_rest):
+        carry, out = jax.lax.scan(jax.checkpoint(run_span, prevent_cse=False), carry, jax.tree.map(split, xs))
+        outs.append(jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:]))
+    else:
+        num_rest = length
     if num_rest:
-        rest = jax.tree.map(lambda array: array[:, -num_rest:], tokens)
-        carry, out = jax.checkpoint(step)(carry, rest)
+        carry, out = jax.checkpoint(run_span)(carry, jax.tree.map(lambda array: array[:, length - num_rest :], xs))
         outs.append(out)
-    return carry, outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
+    return carry[0], outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
 
 
 def delta_span(
@@ -144,15 +168,14 @@ def delta_span(
     v: Array,
     log_decay: Array,
     beta: Array,
-    documents: Array | None,
-    last_document: Array | None,
+    documents: Documents | None,
     state: Array,
     *,
     scale: float | None = None,
     normalize: bool = False,
     chunk_size: int = _CHUNK,
 ) -> tuple[Array, Array]:
-    """Compute `gated_delta_rule` for one span; see `scan_spans` for `documents` and `last_document`."""
+    """Compute `gated_delta_rule` for one span of `scan_spans`, without checkpoints; arguments as there."""
     (num_rows, length, num_keys, key_dim), (num_values, value_dim) = q.shape, v.shape[2:]
     dtype, chunk = q.dtype, min(chunk_size, length)
     num_chunks = -(-length // chunk)
@@ -182,11 +205,10 @@ def delta_span(
     mask = jnp.tri(chunk, dtype=bool)
     entry_decay = jnp.exp(total_NBKGC)
     if documents is not None:
-        assert last_document is not None
-        documents_NBC = chunks(documents, mode="edge")
+        documents_NBC = chunks(documents.tokens, mode="edge")
         same = documents_NBC[..., :, None] == documents_NBC[..., None, :]
         mask = mask & same[:, :, None, None]
-        before_NB = jnp.concatenate([last_document[None], documents_NBC[:-1, :, -1]])
+        before_NB = jnp.concatenate([documents.before[None], documents_NBC[:-1, :, -1]])
         continues_NBC = documents_NBC == before_NB[..., None]
         entry_decay = jnp.where(continues_NBC[:, :, None, None], entry_decay, 0.0)
     differences = total_NBKGC[..., :, None] - total_NBKGC[..., None, :]
@@ -255,25 +277,37 @@ def _product(exact: bool) -> Callable[[Array, Array], Array]:
 
 
 def short_convolution(
-    x_BTW: Array, weight: Float[Array, "W S"], state: Array, documents: Array | None, last_document: Array | None
-) -> tuple[Array, Array]:
-    """Apply a causal convolution of S taps to each channel; return it in the dtype of `x_BTW`, and the next state.
+    x_BTW: Float[Array, "B t W"],
+    weight: Float[Array, "W S"],
+    state: Float[Array, "B S-1 W"],
+    documents: Documents | None = None,
+) -> tuple[Float[Array, "B t W"], Float[Array, "B S-1 W"]]:
+    """Apply a causal convolution of S taps to each channel, for one span of `scan_spans`.
 
-    `state` are the last ``S - 1`` inputs before `x_BTW`, [B, S - 1, W], zero where they belong to another document than
-    the last input. For `documents` and `last_document` see `scan_spans`; a token reads only its own document.
+    A token reads only its own document, so packed documents do not mix.
+
+    Args:
+        x_BTW: inputs, [B, t, W].
+        weight: one tap per column, the last one for the token itself, [W, S].
+        state: the last S - 1 inputs before `x_BTW`, [B, S - 1, W]; zeros before the first token.
+        documents: documents of the tokens; None: one document per row.
+
+    Returns:
+        The result in the dtype of `x_BTW`, and the state after the last token.
     """
     num_taps, length = weight.shape[1], x_BTW.shape[1]
     padded = jnp.concatenate([state.astype(x_BTW.dtype), x_BTW], axis=1)
-    next_state = padded[:, length:]
+    next_state, numbers = padded[:, length:], None
     if documents is not None:
-        assert last_document is not None
-        before = jnp.broadcast_to(last_document[:, None], (x_BTW.shape[0], num_taps - 1))
-        all_documents = jnp.concatenate([before, documents], axis=1)
-        next_state = jnp.where((all_documents[:, length:] == documents[:, -1:])[..., None], next_state, 0)
+        before = jnp.broadcast_to(documents.before[:, None], (x_BTW.shape[0], num_taps - 1))
+        numbers = jnp.concatenate([before, documents.tokens], axis=1)
+        # Inputs of earlier documents become zeros, so that the whole state belongs to the document of the last token.
+        next_state = jnp.where((numbers[:, length:] == numbers[:, -1:])[..., None], next_state, 0)
     out = jnp.zeros(x_BTW.shape, jnp.float32)
     for tap in range(num_taps):
         term = padded[:, tap : tap + length].astype(jnp.float32) * weight[:, tap].astype(jnp.float32)
-        if documents is not None:
-            term = jnp.where((all_documents[:, tap : tap + length] == documents)[..., None], term, 0.0)
+        if numbers is not None:
+            same = numbers[:, tap : tap + length] == numbers[:, num_taps - 1 :]
+            term = jnp.where(same[..., None], term, 0.0)
         out = out + term
     return out.astype(x_BTW.dtype), next_state

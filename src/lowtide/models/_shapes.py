@@ -1,0 +1,133 @@
+"""Shapes of a decoder's parameters, and the layout of its layers: one stack, or one for each position in a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import Tree
+from ._config import NO_WINDOW, DecoderConfig
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, Any]:
+    """Return the shapes of all parameters as a tree ``{"outer": ..., "layers": ...}``, in float32."""
+    d = config.hidden_size
+    outer: dict[str, Any] = {"embed": {"weight": _array(config.vocab_size, d)}, "norm": {"weight": _array(d)}}
+    if not config.tie_embeddings:
+        outer["lm_head"] = {"weight": _array(config.vocab_size, d)}
+    return {"outer": outer, "layers": map_blocks(_layer_shapes, config)}
+
+
+def _array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _layer_shapes(c: DecoderConfig) -> dict[str, Any]:
+    n, d = c.num_layers, c.hidden_size
+
+    def dense(out: int, inner: int, bias: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+        return {"weight": _array(n, out, inner), **({"bias": _array(n, out)} if bias else {})}
+
+    norms = ["attn_norm", "mlp_norm"] * c.pre_norm + ["attn_post_norm", "mlp_post_norm"] * c.post_norm
+    mixer = {"delta": _delta_shapes(c, dense)} if c.is_delta_net else {"attn": _attention_shapes(c, dense)}
+    return {**mixer, "mlp": _mlp_shapes(c, dense), **{name: {"weight": _array(n, d)} for name in norms}}
+
+
+def _delta_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, Any]:
+    net, n, d = c.delta_net, c.num_layers, c.hidden_size
+    assert net is not None
+    heads = net.num_value_heads
+    sizes = {"qkv_proj": net.qkv_width, "z_proj": net.value_width, "b_proj": heads, "a_proj": heads}
+    if net.fused:
+        sizes = {"qkvz_proj": net.qkv_width + net.value_width, "ba_proj": 2 * heads}
+    return {
+        **{name: dense(size, d) for name, size in sizes.items()},
+        "conv": {"weight": _array(n, net.qkv_width, 1, net.conv_size)},
+        "log_decay": {"weight": _array(n, heads)},
+        "step_bias": {"weight": _array(n, heads)},
+        "norm": {"weight": _array(n, net.value_dim)},
+        "out_proj": dense(d, net.value_width),
+    }
+
+
+def _attention_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, Any]:
+    n, d, q, kv = c.num_layers, c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    out_bias = c.attention_bias if c.attention_out_bias is None else c.attention_out_bias
+    sizes = (
+        {"qkv_proj": q + 2 * kv}
+        if c.fused_projections
+        else {**{"q_proj": 2 * q if c.attention_gate else q, "k_proj": kv, "v_proj": kv}}
+    )
+    attn: dict[str, Any] = {name: dense(size, d, c.attention_bias) for name, size in sizes.items()}
+    attn["o_proj"] = dense(d, q, out_bias)
+    if c.qk_norm != "none":
+        widths = (c.head_dim, c.head_dim) if c.qk_norm == "head" else (q, kv)
+        attn |= {f"{name}_norm": {"weight": _array(n, width)} for name, width in zip("qk", widths, strict=True)}
+    if c.attention_sinks:
+        attn["sinks"] = {"weight": _array(n, c.num_heads)}
+    return attn
+
+
+def _mlp_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, Any]:
+    n, d = c.num_layers, c.hidden_size
+    if c.experts is None:
+        f = c.intermediate_size
+        widths = {"gate_up_proj": 2 * f} if c.fused_projections else {"gate_proj": f, "up_proj": f}
+        projections = {name: dense(size, d, c.mlp_bias) for name, size in widths.items()}
+        return {**projections, "down_proj": dense(d, f, c.mlp_bias)}
+    e, f = c.experts.num_experts, c.experts.intermediate_size
+    router = dense(e, d, c.experts.clamped)
+    if not c.experts.clamped:
+        shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        mlp = {"router": router, "experts": {name: {"weight": _array(n, e, *s)} for name, s in shapes.items()}}
+        if shared := c.experts.shared_size:
+            sizes = {"gate_proj": (shared, d), "up_proj": (shared, d), "down_proj": (d, shared)}
+            mlp["shared"] = {name: dense(*size) for name, size in sizes.items()}
+            mlp["shared"] |= {"gate": dense(1, d)} if c.experts.shared_gate else {}
+        return mlp
+    sizes = {"gate_up": (d, 2 * f), "down": (f, d)}
+    projections = {name: {"weight": _array(n, e, *s), "bias": _array(n, e, s[1])} for name, s in sizes.items()}
+    return {"router": router, "experts": projections}
+
+
+def with_windows(layers: Tree, config: DecoderConfig) -> Tree:
+    """Add the leaf ``attn/window`` with each layer's window, if only some of the layers of a stack have a window."""
+    if len(config.pattern) > 1 or not isinstance(config.windows, tuple):  # each stack of a pattern has one window
+        return layers
+    windows = [NO_WINDOW if window is None else window for window in config.windows]
+    return {**layers, "attn": {**layers["attn"], "window": jnp.asarray(np.asarray(windows, np.int32))}}
+
+
+def without_windows(layers: Tree) -> Tree:
+    """Remove the leaf ``attn/window``, which is not a parameter."""
+    if "attn" not in layers:
+        return layers
+    return {**layers, "attn": {name: leaf for name, leaf in layers["attn"].items() if name != "window"}}
+
+
+def block_name(index: int) -> str:
+    """Return the name of a position in a group of layers, in paths such as ``layers/block0/attn``."""
+    return f"block{index}"
+
+
+def map_blocks(fn: Callable[..., Any], config: DecoderConfig, *layers: Tree) -> Any:
+    """Return ``fn(config, *layers)`` for the layers at each position of a group, as a tree with the model's layout."""
+    if len(config.pattern) == 1:
+        return fn(config.pattern[0], *layers)
+    return {
+        block_name(index): fn(block_config, *(tree[block_name(index)] for tree in layers))
+        for index, block_config in enumerate(config.pattern)
+    }
+
+
+def split_block(path: str, config: DecoderConfig) -> tuple[str, int, int]:
+    """Return a path without the position in the group, and the stride and first index of the stack's layers."""
+    root, _, rest = path.partition("/")
+    name, _, module = rest.partition("/")
+    if len(config.pattern) == 1 or root != "layers":
+        return path, 1, 0
+    return f"layers/{module}", len(config.pattern), int(name.removeprefix("block"))

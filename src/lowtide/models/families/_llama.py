@@ -1,0 +1,205 @@
+"""Llama and families that differ from it by a few switches: Mistral, Mixtral, OLMo, Phi and gpt-oss."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le
+
+from ...core import ConfigError, shown
+from .._config import DecoderConfig, Experts
+from ._family import (
+    ATTN,
+    EXPERT_TYPES,
+    MLP,
+    Count,
+    Dropout,
+    Family,
+    Fraction,
+    LayerTypes,
+    Length,
+    Size,
+    expert_parameters,
+    layer_types,
+    names,
+    router_loss,
+    sliding_by_type,
+    write_experts,
+)
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=names(),
+    fields={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    field_types={"attention_bias": bool, "mlp_bias": bool},
+    defaults={"rms_norm_eps": 1e-6},
+)
+
+# Mistral: Llama with a sliding window.
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    names=names(),
+    fields={"sliding_window": "sliding_window"},
+    field_types={"sliding_window": Size},
+    defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
+)
+
+
+# Mixtral: a mixture of experts replaces each MLP of Mistral.
+def _read_mixtral(file: Any) -> dict[str, Any]:
+    return {
+        "experts": Experts(
+            num_experts=file.num_local_experts or 8,
+            num_experts_per_token=file.num_experts_per_tok or 2,
+            intermediate_size=file.intermediate_size,
+            router_loss_coef=router_loss(file),
+        )
+    }
+
+
+_MIXTRAL_MOE = "model.layers.{layer}.block_sparse_moe"
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    names={
+        **names(mlp=""),
+        "layers/mlp/router": f"{_MIXTRAL_MOE}.gate",
+        "layers/mlp/experts/gate": f"{_MIXTRAL_MOE}.experts.{{expert}}.w1",
+        "layers/mlp/experts/up": f"{_MIXTRAL_MOE}.experts.{{expert}}.w3",
+        "layers/mlp/experts/down": f"{_MIXTRAL_MOE}.experts.{{expert}}.w2",
+    },
+    expert_parameters=expert_parameters(),
+    fields={"sliding_window": "sliding_window"},
+    field_types={"sliding_window": Size, **EXPERT_TYPES},
+    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
+    rope_theta=1e6,
+    neutral={"router_jitter_noise": (0.0,)},
+    read=_read_mixtral,
+    write=lambda config: write_experts(
+        config, num_experts="num_local_experts", num_experts_per_token="num_experts_per_tok"
+    ),
+)
+
+# OLMo 2: norms only after attention and MLP, and norms of queries and keys over all heads together.
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    names=names(
+        qk_norm=True,
+        norms={"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+    ),
+    fixed={"pre_norm": False, "post_norm": True, "qk_norm": "width"},
+    fields={"attention_bias": "attention_bias"},
+    field_types={"attention_bias": bool},
+    defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+)
+
+# Phi-3 and the smaller Phi-4 models: Llama with fused projections, partial rotation, and LongRoPE.
+_PHI3_CODE = ("configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM")
+"""Remote code of checkpoints that are older than the class in transformers; it computes the same as the class."""
+
+
+def _read_phi3(file: Any) -> dict[str, Any]:
+    auto_map = file.auto_map or {}
+    code: Any = auto_map if isinstance(auto_map, dict) else {"auto_map": auto_map}
+    for name, value in code.items():
+        if name != "AutoTokenizer" and not str(value).endswith(_PHI3_CODE):
+            hint = "remove auto_map if its code computes the same as transformers' Phi3; Lowtide does not run it"
+            raise ConfigError(f"auto_map names custom code of the model, {shown(value)}", hint=hint)
+    return {}
+
+
+def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    original = scaling.original_max_position_embeddings if scaling is not None else config.max_position_embeddings
+    return {
+        "partial_rotary_factor": config.rotary_fraction,
+        "original_max_position_embeddings": original,
+        "pad_token_id": None,  # transformers' default pad token is out of range for small vocabularies
+    }
+
+
+PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    names=names(attn="qkv o", mlp="gate_up down"),
+    fixed={"fused_projections": True},
+    fields={"sliding_window": "sliding_window"},
+    field_types={
+        **{"sliding_window": Size, "original_max_position_embeddings": Length, "partial_rotary_factor": Fraction},
+        **{"resid_pdrop": Dropout, "embd_pdrop": Dropout, "auto_map": Any},
+    },
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32000},
+    rope_aliases={"su": "longrope", "yarn": "longrope"},
+    neutral={
+        "ignore_keys_at_rope_validation": (None,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        # Phi-4-mini: its published config has these fields, its model does not read them
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    },
+    read=_read_phi3,
+    write=_write_phi3,
+)
+
+
+# gpt-oss: experts with biases and clamped gates, attention sinks, and a sliding window in every other layer.
+def _read_gpt_oss(file: Any) -> dict[str, Any]:
+    return {
+        **sliding_by_type(file, lambda index: index % 2 == 0),
+        "experts": Experts(
+            num_experts=file.num_local_experts or 128,
+            num_experts_per_token=file.num_experts_per_tok or file.experts_per_token or 4,
+            intermediate_size=file.intermediate_size,
+            clamped=True,
+            limit=7.0 if file.swiglu_limit is None else file.swiglu_limit,
+            router_loss_coef=router_loss(file),
+        ),
+    }
+
+
+def _write_gpt_oss(config: DecoderConfig) -> dict[str, Any]:
+    fields = {"num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok"}
+    return {
+        "attention_bias": True,
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config),
+        **write_experts(config, **fields, limit="swiglu_limit"),
+    }
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names={
+        **names(mlp=""),
+        "layers/attn/sinks/weight": f"{ATTN}.sinks",
+        "layers/mlp/router": f"{MLP}.router",
+        **{
+            f"layers/mlp/experts/{name}/{leaf}": f"{MLP}.experts.{name}_proj{suffix}"
+            for name in ("gate_up", "down")
+            for leaf, suffix in (("weight", ""), ("bias", "_bias"))
+        },
+    },
+    expert_parameters=expert_parameters("gate_up"),
+    fixed={"attention_bias": True, "attention_sinks": True},
+    field_types={
+        **EXPERT_TYPES,
+        **{"sliding_window": Size, "layer_types": LayerTypes, "experts_per_token": Count},
+        **{"swiglu_limit": Annotated[float, Gt(0), Le(1e6)], "initial_context_length": Any},
+    },
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "max_position_embeddings": 2**17,
+    },
+    rope_theta=150_000.0,
+    neutral={"attention_bias": (True,)},
+    read=_read_gpt_oss,
+    write=_write_gpt_oss,
+)
