@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from lowtide.models import DecoderConfig, Experts, RopeScaling
+from lowtide.models import DecoderConfig, DeltaNet, Experts, RopeScaling
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -36,6 +37,16 @@ _LONG = RopeScaling(
 _YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_token": 2}
 
+_SHARED = Experts(intermediate_size=24, shared_size=40, shared_gate=True, **_EXPERTS)
+_HYBRID: dict[str, Any] = {
+    "qk_norm": "head",
+    "norm_offset": 1.0,
+    "attention_gate": True,
+    "rotary_fraction": 0.25,
+    "delta_net": DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=12),
+    "delta_layers": (True, False, True, False),
+}
+
 KINDS: dict[str, DecoderConfig] = {
     name: DecoderConfig(**{**_SIZES, "family": name.partition(" ")[0], **switches})
     for name, switches in {
@@ -63,6 +74,13 @@ KINDS: dict[str, DecoderConfig] = {
         "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "width"},
         "mixtral": {"experts": Experts(intermediate_size=48, **_EXPERTS)},
         "qwen3_moe": {"qk_norm": "head", "experts": Experts(intermediate_size=24, normalize=False, **_EXPERTS)},
+        "qwen3_5_text": _HYBRID,
+        "qwen3_5_moe_text": {**_HYBRID, "intermediate_size": 512, "experts": _SHARED},
+        "qwen3_next": {
+            **_HYBRID,
+            "delta_net": DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=12, fused=True),
+            "experts": dataclasses.replace(_SHARED, normalize=False),
+        },
         "gpt_oss": {
             "attention_bias": True,
             "attention_sinks": True,

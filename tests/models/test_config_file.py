@@ -17,7 +17,8 @@ from lowtide.core import ConfigError, LowtideError, ModelFileError, parse_json
 from lowtide.models import DecoderConfig, RopeScaling
 from lowtide.models._config import Activation
 from lowtide.models._config_file import config_from_hf, config_to_hf
-from lowtide.models._decoder import _ACTIVATIONS, parameter_shapes
+from lowtide.models._layers import _ACTIVATIONS
+from lowtide.models._shapes import parameter_shapes
 from lowtide.models._rope import frequencies
 from lowtide.models._schema import ConfigFile, config_schema
 from lowtide.models.families import FAMILIES

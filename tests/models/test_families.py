@@ -25,9 +25,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
-ADAPTED = {"phi3": ("**/qkv_proj", "**/o_proj", "**/gate_up_proj"), "olmo2": ("layers/**/*_proj",)}
+ADAPTED = {
+    "phi3": ("**/qkv_proj", "**/o_proj", "**/gate_up_proj"),
+    "olmo2": ("layers/**/*_proj",),
+    # PEFT 0.21 converts the names gate_proj, up_proj and down_proj to those of experts, also for the shared expert.
+    "qwen3_next": ("**/delta/*_proj", "**/attn/*_proj"),
+}
 # The backward pass of every other kind has the same code: rotary frequencies are constants.
 WITH_GRADIENTS = ["llama", "gemma2", "gemma3_text", "phi3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss"]
+WITH_GRADIENTS += ["qwen3_5_text", "qwen3_next"]
 
 
 def random_model(kind: str) -> models.Decoder:

@@ -11,7 +11,7 @@ import pytest
 
 from lowtide import finetune, models
 from lowtide.core import ConfigError, SelectionError
-from lowtide.models._decoder import parameter_shapes
+from lowtide.models._shapes import parameter_shapes
 
 from .published import PARAMETERS, PUBLISHED
 

@@ -6,6 +6,7 @@ from ..core import require_extra
 require_extra("finetune")
 
 from ._config import DecoderConfig as DecoderConfig
+from ._config import DeltaNet as DeltaNet
 from ._config import Experts as Experts
 from ._config import RopeScaling as RopeScaling
 from ._decoder import Decoder as Decoder
@@ -40,6 +41,7 @@ __all__ = [
     "Conversation",
     "Decoder",
     "DecoderConfig",
+    "DeltaNet",
     "Experts",
     "HostBytes",
     "RopeScaling",

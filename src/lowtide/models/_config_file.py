@@ -193,7 +193,7 @@ def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
     entries = [entry for entry in stored if entry is not None and entry.model_fields_set] or [RopeEntry()]
     rope, duplicate = entries[0], entries[-1]
     for entry in (*entries, file.local_rope):
-        unknown = unhandled(entry)
+        unknown = {name: value for name, value in unhandled(entry).items() if name not in family.rope_ignored}
         fraction = entry.partial_rotary_factor
         if fraction not in (None, 1.0) and "partial_rotary_factor" not in family.known:
             unknown = {"partial_rotary_factor": fraction}

@@ -206,8 +206,8 @@ def _delta_net(
     qkv, gate, beta, step = tiled(_project_delta, params, h_BTD, width=net.qkv_width + net.value_width)
     qkv, gate = checkpoint_name(qkv, "delta_qkv"), checkpoint_name(gate, "attn_gate")
     tokens = {"qkv": qkv, "gate": gate, "beta": beta, "step": step}
-    rates_H = -jnp.exp(delta["log_decay"]["weight"].astype(jnp.float32))
-    step_bias_H = delta["step_bias"]["weight"].astype(jnp.float32)
+    rates_H = jnp.exp(delta["log_decay"]["weight"].astype(jnp.float32))[None, None]
+    step_bias_H = delta["step_bias"]["weight"].astype(jnp.float32)[None, None]
     key_width = net.num_key_heads * net.key_dim
 
     def mix(states: Any, tokens: Tree, documents: Documents | None) -> tuple[Any, Array]:
@@ -219,7 +219,7 @@ def _delta_net(
             q,
             k,
             v.reshape(*v.shape[:2], net.num_value_heads, net.value_dim),
-            rates_H * jax.nn.softplus(tokens["step"].astype(jnp.float32) + step_bias_H),
+            -rates_H * jax.nn.softplus(tokens["step"].astype(jnp.float32) + step_bias_H),
             jax.nn.sigmoid(tokens["beta"]),
             documents,
             state,

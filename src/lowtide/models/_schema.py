@@ -42,8 +42,6 @@ class RopeEntry(_File):
     beta_slow: Scale | None = None
     truncate: bool | None = None
     attention_factor: Scale | None = None
-    mrope_section: Any = None
-    mrope_interleaved: Any = None
     short_factor: Annotated[list[Scale], Field(max_length=2**16)] | None = None
     long_factor: Annotated[list[Scale], Field(max_length=2**16)] | None = None
 

@@ -202,7 +202,7 @@ def delta_span(
     total_NBKGC = jnp.cumsum(chunks(log_decay.astype(jnp.float32), *groups), axis=-1)
     # mask_ij: token i reads the correction of token j. Differences of other tokens may overflow, so they are replaced
     # before the exponential, which keeps gradients finite.
-    mask = jnp.tri(chunk, dtype=bool)
+    mask = jnp.expand_dims(jnp.tri(chunk, dtype=bool), (0, 1, 2, 3))
     entry_decay = jnp.exp(total_NBKGC)
     if documents is not None:
         documents_NBC = chunks(documents.tokens, mode="edge")
@@ -214,8 +214,12 @@ def delta_span(
     differences = total_NBKGC[..., :, None] - total_NBKGC[..., None, :]
     decay_ij = jnp.where(mask, jnp.exp(jnp.where(mask, differences, 0.0)), 0.0)
     gram = dot("nbkix,nbkjx->nbkij", k_NBKCX, k_NBKCX)[:, :, :, None]
-    strictly_lower = jnp.tri(chunk, k=-1, dtype=jnp.float32)
-    inverse = _inverse(beta_NBKGC[..., None] * gram * decay_ij * strictly_lower, dtype == jnp.float32)
+    lower = (
+        beta_NBKGC[..., None]
+        * gram
+        * jnp.where(jnp.expand_dims(jnp.eye(chunk, dtype=bool), (0, 1, 2, 3)), 0.0, decay_ij)
+    )
+    inverse = _inverse(lower, dtype == jnp.float32)
     weighted = inverse * beta_NBKGC[..., None, :]
     # corrections = u - w @ (state before the chunk)
     u_NBKGCY = dot("nbkgij,nbkgjy->nbkgiy", weighted.astype(dtype), v_NBKGCY.astype(dtype))
@@ -258,7 +262,8 @@ def _inverse(lower: Float[Array, "*B C C"], exact: bool) -> Float[Array, "*B C C
     block = 1
     while block < size:
         rows, columns = index[:, None] // block, index[None] // block
-        below = jnp.where((rows == columns + 1) & (rows % 2 == 1), lower, 0.0)
+        is_below = jnp.expand_dims((rows == columns + 1) & (rows % 2 == 1), [*range(lower.ndim - 2)])
+        below = jnp.where(is_below, lower, 0.0)
         inverse = inverse - (below if block == 1 else product(product(inverse, below), inverse))
         block *= 2
     return inverse
@@ -305,7 +310,7 @@ def short_convolution(
         next_state = jnp.where((numbers[:, length:] == numbers[:, -1:])[..., None], next_state, 0)
     out = jnp.zeros(x_BTW.shape, jnp.float32)
     for tap in range(num_taps):
-        term = padded[:, tap : tap + length].astype(jnp.float32) * weight[:, tap].astype(jnp.float32)
+        term = padded[:, tap : tap + length].astype(jnp.float32) * weight[None, None, :, tap].astype(jnp.float32)
         if numbers is not None:
             same = numbers[:, tap : tap + length] == numbers[:, num_taps - 1 :]
             term = jnp.where(same[..., None], term, 0.0)

@@ -106,6 +106,8 @@ class Family:
     """Base of the rotary frequencies if `config.json` has none."""
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Older names of types of RoPE scaling in the family's files, with the present names."""
+    rope_ignored: Sequence[str] = ()
+    """Rotary settings in `config.json` that have no effect on text."""
     has_local_rope: bool = False
     """Whether rotary settings in `config.json` can differ between sliding-window layers and other layers."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])

@@ -207,6 +207,7 @@ QWEN3_5 = Family(
         **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "partial_rotary_factor": 0.25},
     },
+    rope_ignored=("mrope_section", "mrope_interleaved"),
     neutral={"attn_output_gate": (True,), "mlp_only_layers": ([],)},
     layer_types=("full_attention", "linear_attention"),
     read=_read_delta,
