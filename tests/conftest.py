@@ -152,7 +152,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[peers.Peer]:
         yield answers
 
 
-HELPERS = {"bash", "git", "ldd", "lscpu", "nvidia-smi", "uname"}
+HELPERS = {"bash", "git", "ldconfig", "ldd", "lscpu", "nvidia-smi", "uname"}
 """Programs that a test starts without the marker `processes`: they answer at once."""
 started: list[str] = []
 """Commands that the current test has started, `HELPERS` left out."""
