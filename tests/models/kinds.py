@@ -70,6 +70,17 @@ KINDS: dict[str, DecoderConfig] = {
             "local_rope_theta": 1e4,
             "rope_scaling": RopeScaling(rope_type="linear", factor=8.0),
         },
+        "smollm3": {"rotary_layers": (True, False, True, True), "tie_embeddings": True},
+        "ministral3": {"rope_scaling": dataclasses.replace(_YARN, llama_4_scaling_beta=0.3, attention_factor=1.0)},
+        "granite": {
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_scale": 0.3},
+            "head_dim": 8,
+        },
+        "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 16},
+        "olmo3": {
+            **{"pre_norm": False, "post_norm": True, "qk_norm": "width", "head_dim": 8, "rope_scaling": _YARN},
+            **{"sliding_window": 8, "sliding_layers": (True, True, False, True), "local_rope_theta": 1e4},
+        },
         "phi3": {"head_dim": 8, "fused_projections": True, "rotary_fraction": 0.75, "rope_scaling": _LONG},
         "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "width"},
         "mixtral": {"experts": Experts(intermediate_size=48, **_EXPERTS)},

@@ -18,9 +18,9 @@ from lowtide.models import DecoderConfig, RopeScaling
 from lowtide.models._config import Activation
 from lowtide.models._config_file import config_from_hf, config_to_hf
 from lowtide.models._layers import _ACTIVATIONS
-from lowtide.models._shapes import parameter_shapes
 from lowtide.models._rope import frequencies
 from lowtide.models._schema import ConfigFile, config_schema
+from lowtide.models._shapes import parameter_shapes
 from lowtide.models.families import FAMILIES
 from lowtide.models.families._family import ACTIVATIONS
 

@@ -33,7 +33,7 @@ ADAPTED = {
 }
 # The backward pass of every other kind has the same code: rotary frequencies are constants.
 WITH_GRADIENTS = ["llama", "gemma2", "gemma3_text", "phi3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss"]
-WITH_GRADIENTS += ["qwen3_5_text", "qwen3_next"]
+WITH_GRADIENTS += ["qwen3_5_text", "qwen3_next", "granite", "smollm3", "ministral3"]
 
 
 def random_model(kind: str) -> models.Decoder:

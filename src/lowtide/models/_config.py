@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, get_args
 
 from ..core import ConfigError, check_choice, check_integer, check_number
@@ -15,14 +16,15 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "llama_4_scaling_beta"),
     "longrope": ("short_factor", "long_factor", "attention_factor"),
 }
 """Names of the `RopeScaling` fields that a type uses, by type; factor and pretraining length are not listed."""
 
 NO_WINDOW = 2**30
 """Value of the integer leaf ``layers/attn/window`` for a layer without a window. Only models with windows in some of
-their layers have this leaf; no file contains it."""
+their layers have this leaf, and those without rotation in some layers a leaf ``layers/attn/rotates`` of zeros and ones.
+No file contains these leaves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class RopeScaling:
     """yarn: whether the frequency indices that follow from `beta_fast` and `beta_slow` are rounded to integers."""
     attention_factor: float | None = None
     """yarn, longrope: factor of the rotated queries and keys; None: computed from `factor`."""
+    llama_4_scaling_beta: float | None = None
+    """yarn: queries at position p are multiplied by ``1 + beta * log(1 + floor(p / original))`` (Ministral 3)."""
     short_factor: tuple[float, ...] = ()
     """longrope: divisor of each frequency, for sequences up to the length of pretraining."""
     long_factor: tuple[float, ...] = ()
@@ -67,6 +71,8 @@ class RopeScaling:
         check_number("beta_slow", self.beta_slow, above=0)
         check_number("beta_fast", self.beta_fast, least=self.beta_slow, hint="it must not be less than beta_slow")
         check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 2)
+        if self.llama_4_scaling_beta is not None:
+            check_number("llama_4_scaling_beta", self.llama_4_scaling_beta, least=0)
         for factor in (*self.short_factor, *self.long_factor):
             check_number("each factor of longrope", factor, above=0)
 
@@ -202,10 +208,18 @@ class DecoderConfig:
     """Added to the weights of all norms (Gemma: 1)."""
     scale_embedding: bool = False
     """Whether embeddings are multiplied by ``sqrt(hidden_size)``."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings."""
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and MLP, before the residual addition."""
+    logits_scaling: float = 1.0
+    """Divisor of the logits."""
     attention_scale: float | None = None
     """Factor of attention scores; None: ``head_dim ** -0.5``."""
     rotary_fraction: float = 1.0
     """Fraction of each head that is rotated (``partial_rotary_factor``)."""
+    rotary_layers: tuple[bool, ...] | None = None
+    """Which layers rotate queries and keys; None: all layers."""
     sliding_window: int | None = None
     """Number of tokens that a query attends to in sliding-window layers, including itself; None: no window."""
     sliding_layers: tuple[bool, ...] | None = None
@@ -253,7 +267,12 @@ class DecoderConfig:
         self._check_rope()
         if self.sliding_window is not None:
             check_integer("sliding_window", self.sliding_window)
-        for name in ("sliding_layers", "delta_layers"):
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            check_number(name, getattr(self, name), above=0)
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        for name in ("sliding_layers", "delta_layers", "rotary_layers"):
             layers = getattr(self, name)
             if layers is not None and len(layers) != self.num_layers:
                 problem = f"{name} must have {self.num_layers} values, one for each layer, not {len(layers)}"
@@ -265,6 +284,11 @@ class DecoderConfig:
         if self.delta_net is not None and self.rope_scaling and self.rope_scaling.rope_type in ("dynamic", "longrope"):
             problem = f"a model with a delta net cannot have the RoPE type {self.rope_scaling.rope_type}"
             raise ConfigError(f"{problem}: generation recomputes its keys, and could not recompute the states")
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings, from `scale_embedding` and `embedding_multiplier`."""
+        return self.embedding_multiplier * (math.sqrt(self.hidden_size) if self.scale_embedding else 1.0)
 
     @property
     def rotary_dim(self) -> int:

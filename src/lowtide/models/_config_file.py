@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from .families._family import ACTIVATIONS, COMMON, PREFIXES, Dropout
 if TYPE_CHECKING:
     from ._schema import ConfigFile, RopeEntry
 
+_FAMILY_ROPE_FIELDS = ("mscale", "mscale_all_dim", "llama_4_scaling_beta")
 _SILU = ("silu", "swish")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _MULTIMODAL_FIELDS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
@@ -99,7 +101,7 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     `dtype` is the stored weights' dtype. A configuration that the family's files cannot express raises ConfigError.
     """
     family = family_of(config)
-    file = {
+    file: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{hf_name: getattr(config, field) for field, hf_name in {**COMMON, **family.fields}.items()},
@@ -111,6 +113,11 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
         **family.write(config),
     }
+    if family.writes_local_rope:
+        scaled = file["rope_scaling"] or {"rope_type": "default"}
+        local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+        full = {**scaled, "rope_theta": config.rope_theta}
+        file["rope_parameters"] = dict(zip(_LAYER_TYPES, (full, local), strict=True))
     # Read the result back: a switch that the family's files cannot express would be lost silently.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -197,6 +204,9 @@ def _rope(file: ConfigFile, family: Family, filename: str) -> RopeEntry:
         fraction = entry.partial_rotary_factor
         if fraction not in (None, 1.0) and "partial_rotary_factor" not in family.known:
             unknown = {"partial_rotary_factor": fraction}
+        for name in _FAMILY_ROPE_FIELDS:
+            if getattr(entry, name) and name not in family.rope_fields:
+                unknown = {name: getattr(entry, name)}
         if unknown:
             problem = f"{filename}: rope_scaling has {shown(next(iter(unknown)))}, which Lowtide does not compute"
             raise ModelFileError(problem, got=shortened(unknown), hint=_WRONG_LOGITS)
@@ -231,6 +241,10 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
     if rope_type in ("yarn", "longrope"):
         original = original or file.max_position_embeddings
         arguments.setdefault("factor", file.max_position_embeddings / original)
+    if rope_type == "yarn" and rope.mscale and rope.mscale_all_dim:
+        # DeepSeek's temperatures of attention; transformers divides one by the other.
+        growth = 0.1 * math.log(max(arguments["factor"], 1))
+        arguments.setdefault("attention_factor", (growth * rope.mscale + 1) / (growth * rope.mscale_all_dim + 1))
     if original is not None:
         arguments["original_max_position_embeddings"] = original
     if "factor" not in arguments:

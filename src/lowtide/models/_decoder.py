@@ -40,7 +40,7 @@ from ..ops import AttentionMask, Implementation
 from ._config import DecoderConfig
 from ._experts import balance_loss
 from ._layers import layer_forward, rms_norm
-from ._shapes import block_name, parameter_shapes, split_block, with_windows
+from ._shapes import block_name, parameter_shapes, split_block, with_settings
 from .families import family_of
 from .families._family import PREFIXES
 
@@ -104,7 +104,7 @@ class Decoder:
 
     def head_inputs(self, h: Any) -> tuple[Float[Array, "B T D"], Any]:
         """Return the activations that enter the head, from the last layer's output, and the head's weight [V, D]."""
-        return rms_norm(activations(h), self.outer["norm"]["weight"], self.config), _head_weight(self.outer)
+        return _head_input(h, self.outer, self.config), _head_weight(self.outer)
 
     def scores(self, h: Any) -> Float[Array, "B T C"]:
         """Return the outputs of the head of `with_score_head` at every position, in float32; `h` as in `log_probs`."""
@@ -147,7 +147,7 @@ class Decoder:
 
     @property
     def ignored_modules(self) -> tuple[str, ...]:
-        """Hugging Face modules of the checkpoint that are not part of the decoder, such as those that process images."""
+        """Hugging Face modules of the checkpoint that are not part of the decoder, such as an image encoder."""
         return family_of(self.config).ignored if self.config.module_prefix != PREFIXES[0] else ()
 
     @property
@@ -335,7 +335,7 @@ def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute
 
     arrays = [make(path, leaf.shape, leaf_key) for (path, leaf), leaf_key in zip(leaves, keys, strict=True)]
     params = treedef.unflatten(arrays)
-    return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
+    return Decoder(params["outer"], with_settings(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
 # Separate layers are for programs that read each layer once, such as a generation step. In a loop over stacked layers,
@@ -415,8 +415,8 @@ def stack_of(
 
     def first(outer: Tree, batch: Tree) -> Any:
         h_BTD = rows(outer["embed"]["weight"], batch["tokens"], path="outer/embed").astype(dtype)
-        if config.scale_embedding:
-            h_BTD = h_BTD * jnp.asarray(math.sqrt(config.hidden_size), dtype)
+        if config.embedding_scale != 1:
+            h_BTD = h_BTD * jnp.asarray(config.embedding_scale, dtype)
         if balanced_experts is None:
             return h_BTD
         zeros = jnp.zeros((h_BTD.shape[0], balanced_experts.num_experts), jnp.float32)
@@ -445,7 +445,7 @@ def stack_of(
         return _add_routing(h, h_BTD, routing, segments)
 
     def last(outer: Tree, h: Any, batch: Tree) -> tuple[Array, dict[str, Array]]:
-        h_BTD = rms_norm(activations(h), outer["norm"]["weight"], config)
+        h_BTD = _head_input(h, outer, config)
         value = chunked_cross_entropy(h_BTD, _head_weight(outer), batch["labels"], soft_cap=config.final_soft_cap)
         if balanced_experts is None:
             return value, {}
@@ -465,6 +465,12 @@ def _add_routing(h: Routed, h_BTD: Array, routing: tuple[Array, Array], segments
         routing = (jnp.where(is_token, routing[0], 0.0), jnp.where(is_token, routing[1], 0.0))
     probs, counts = (jnp.sum(values, axis=1) for values in routing)
     return Routed(h_BTD, h.probs + probs, h.counts + counts)
+
+
+def _head_input(h: Any, outer: Tree, config: DecoderConfig) -> Array:
+    h_BTD = rms_norm(activations(h), outer["norm"]["weight"], config)
+    # Logits are linear in the activations, so dividing the activations divides the logits.
+    return h_BTD if config.logits_scaling == 1 else h_BTD / jnp.asarray(config.logits_scaling, h_BTD.dtype)
 
 
 def _head_weight(outer: Tree) -> Any:

@@ -53,7 +53,7 @@ from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
 from ._decoder import Decoder, init
 from ._quantized import Packed, Scheme, Stored, group_tensors
 from ._safetensors import CONFIG, DTYPES, INDEX, SINGLE, Source, Tensor, open_tensors, pieces, read_leaf, write_model
-from ._shapes import parameter_shapes, split_block, with_windows, without_windows
+from ._shapes import parameter_shapes, split_block, with_settings, without_settings
 from .families import family_of
 from .families._family import IMAGE_MODULES
 
@@ -140,7 +140,7 @@ def load(
             else:
                 leaves.append(leaf_plan.read(place))
     params = treedef.unflatten(leaves)
-    return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
+    return Decoder(params["outer"], with_settings(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
 def _formats(shapes: Tree, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
@@ -183,7 +183,7 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
         return quantize_leaves(shapes, "layers/**/*_proj", scheme.form.name, block=scheme.form.block)
     with _open_plans(directory, config, scheme, dtype) as (plans, treedef, _):
         params = treedef.unflatten([leaf_plan.like for leaf_plan in plans])
-    layers = jax.eval_shape(lambda layers: with_windows(layers, config), params["layers"])
+    layers = jax.eval_shape(lambda layers: with_settings(layers, config), params["layers"])
     return Decoder(params["outer"], layers, config, jnp.dtype(compute_dtype).name)
 
 
@@ -372,7 +372,7 @@ def save(
         raise StructureError("the decoder's layers are not stacked", hint=hint)
     directory = Path(directory)
     expected = {path: leaf.shape for path, leaf in leaves_with_paths(parameter_shapes(model.config))}
-    params = {"outer": model.outer, "layers": without_windows(model.layers)}
+    params = {"outer": model.outer, "layers": without_settings(model.layers)}
     refuse_consumed(params)
     got = {path: tuple(leaf.shape) for path, leaf in leaves_with_paths(params)}
     if got != expected:

@@ -31,6 +31,7 @@ from ..ops import (
 from ._config import NO_WINDOW, DecoderConfig
 from ._experts import mixture
 from ._rope import document_lengths, rotary, rotate
+from ._shapes import LAYER_SETTINGS
 
 _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
     *(f"{INTERNAL_PREFIX}{name}" for name in "q_proj k_proj lora_low lora_scaled".split()), *LAYER_NAMES
@@ -100,8 +101,7 @@ def layer_forward(
     finish_params = {name: part for name, part in layer.items() if name not in (mixer, "attn_norm")}
     project_params[mixer] = {name: part for name, part in layer[mixer].items() if name.endswith(("_proj", "_norm"))}
     finish_params["last"] = project_params[mixer].pop(last)
-    if "window" in layer[mixer]:
-        project_params[mixer]["window"] = layer[mixer]["window"]
+    project_params[mixer] |= {name: layer[mixer][name] for name in LAYER_SETTINGS if name in layer[mixer]}
     tiled = functools.partial(_tiled, config, tile_tokens)
     mix = _delta_net if config.is_delta_net else _attention
     out_BTW, gate_BTW = mix(config, layer, project_params, h_BTD, positions_BT, mask, cache, implementation, tiled)
@@ -185,6 +185,11 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
         q_BTNH, k_BTKH = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTNH, "q"), (k_BTKH, "k")))
     is_sliding = attn["window"] < NO_WINDOW if "window" in attn else config.windows is not None
     cos, sin = rotary(config, positions_BT, is_sliding, lengths_BT)
+    if "rotates" in attn:
+        cos, sin = jnp.where(attn["rotates"] > 0, cos, 1.0), jnp.where(attn["rotates"] > 0, sin, 0.0)
+    if config.rope_scaling is not None and (beta := config.rope_scaling.llama_4_scaling_beta):
+        periods = jnp.floor(positions_BT / config.rope_scaling.original_max_position_embeddings)
+        q_BTNH = q_BTNH * (1 + beta * jnp.log1p(periods)).astype(q_BTNH.dtype)[..., None, None]
     return rotate(q_BTNH, cos, sin).reshape(q_BTW.shape), rotate(k_BTKH, cos, sin).reshape(k_BTX.shape), v_BTX, *gate
 
 
@@ -265,9 +270,13 @@ def _finish(
     if gate_BTW is not None:
         out_BTW = out_BTW * jax.nn.sigmoid(gate_BTW)
     added_BTD = checkpoint_name(_dense(layer["last"], out_BTW), "attn_proj")
-    h_BTD = h_BTD + _norm(layer, "attn_post_norm", added_BTD, config)
+    h_BTD = h_BTD + _scaled(_norm(layer, "attn_post_norm", added_BTD, config), config.residual_multiplier)
     out_BTD, routing = _mlp(layer["mlp"], _norm(layer, "mlp_norm", h_BTD, config), config)
-    return h_BTD + _norm(layer, "mlp_post_norm", out_BTD, config), routing
+    return h_BTD + _scaled(_norm(layer, "mlp_post_norm", out_BTD, config), config.residual_multiplier), routing
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from .families import FAMILIES
-from .families._family import Dropout, Fraction, Length, NumLayers, Scale, Size, Theta
+from .families._family import Dropout, Factor, Fraction, Length, NumLayers, Scale, Size, Theta
 
 _MOST_TOKENS = 2**24
 
@@ -42,6 +42,9 @@ class RopeEntry(_File):
     beta_slow: Scale | None = None
     truncate: bool | None = None
     attention_factor: Scale | None = None
+    mscale: Factor | None = None
+    mscale_all_dim: Factor | None = None
+    llama_4_scaling_beta: Factor | None = None
     short_factor: Annotated[list[Scale], Field(max_length=2**16)] | None = None
     long_factor: Annotated[list[Scale], Field(max_length=2**16)] | None = None
 

@@ -94,19 +94,28 @@ def _mlp_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, Any]:
     return {"router": router, "experts": projections}
 
 
-def with_windows(layers: Tree, config: DecoderConfig) -> Tree:
-    """Add the leaf ``attn/window`` with each layer's window, if only some of the layers of a stack have a window."""
-    if len(config.pattern) > 1 or not isinstance(config.windows, tuple):  # each stack of a pattern has one window
+LAYER_SETTINGS = ("window", "rotates")
+"""Integer leaves of ``attn`` with settings that differ between the layers of a stack."""
+
+
+def with_settings(layers: Tree, config: DecoderConfig) -> Tree:
+    """Add the leaves `LAYER_SETTINGS` that the layers need; they are not parameters."""
+    settings: dict[str, Any] = {}
+    if len(config.pattern) == 1 and isinstance(config.windows, tuple):  # each stack of a pattern has one window
+        settings["window"] = [NO_WINDOW if window is None else window for window in config.windows]
+    if config.rotary_layers is not None and not all(config.rotary_layers):
+        settings["rotates"] = config.rotary_layers
+    if not settings:
         return layers
-    windows = [NO_WINDOW if window is None else window for window in config.windows]
-    return {**layers, "attn": {**layers["attn"], "window": jnp.asarray(np.asarray(windows, np.int32))}}
+    arrays = {name: jnp.asarray(np.asarray(values, np.int32)) for name, values in settings.items()}
+    return {**layers, "attn": {**layers["attn"], **arrays}}
 
 
-def without_windows(layers: Tree) -> Tree:
-    """Remove the leaf ``attn/window``, which is not a parameter."""
+def without_settings(layers: Tree) -> Tree:
+    """Remove the leaves `LAYER_SETTINGS`."""
     if "attn" not in layers:
         return layers
-    return {**layers, "attn": {name: leaf for name, leaf in layers["attn"].items() if name != "window"}}
+    return {**layers, "attn": {name: leaf for name, leaf in layers["attn"].items() if name not in LAYER_SETTINGS}}
 
 
 def block_name(index: int) -> str:

@@ -21,6 +21,7 @@ Count = Annotated[int, Ge(1), Le(2**16)]
 LayerTypes = Annotated[list[Literal["full_attention", "sliding_attention", "linear_attention"]], MaxLen(_MOST_LAYERS)]
 Factor = Annotated[float, Ge(0), Le(1e6)]
 Scale = Annotated[float, Ge(1e-3), Le(1e6)]
+Multiplier = Annotated[float, Gt(0), Le(1e6)]
 Fraction = Annotated[float, Gt(0), Le(1)]
 Theta = Annotated[float, Ge(1), Le(1e15)]
 Dropout = Annotated[float, Ge(0), Lt(1)]
@@ -106,10 +107,14 @@ class Family:
     """Base of the rotary frequencies if `config.json` has none."""
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Older names of types of RoPE scaling in the family's files, with the present names."""
+    rope_fields: Sequence[str] = ()
+    """Rotary settings in `config.json` that only some families compute."""
     rope_ignored: Sequence[str] = ()
     """Rotary settings in `config.json` that have no effect on text."""
     has_local_rope: bool = False
     """Whether rotary settings in `config.json` can differ between sliding-window layers and other layers."""
+    writes_local_rope: bool = False
+    """Whether written files have ``rope_parameters`` with one entry per layer type, in addition to the older fields."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
     """Allowed values by field of `config.json`, in addition to null; any other value is an error."""
     stored: Sequence[str] = ()

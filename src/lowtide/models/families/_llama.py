@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import dataclasses
+from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Le
+from annotated_types import MaxLen
 
 from ...core import ConfigError, shown
 from .._config import DecoderConfig, Experts
@@ -16,8 +17,11 @@ from ._family import (
     Dropout,
     Family,
     Fraction,
+    LayerIndex,
     LayerTypes,
     Length,
+    Multiplier,
+    NumLayers,
     Size,
     expert_parameters,
     layer_types,
@@ -95,6 +99,35 @@ OLMO2 = Family(
     field_types={"attention_bias": bool},
     defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
 )
+
+
+# OLMo 3: OLMo 2 with windows in three of four layers; only full-attention layers scale their rotary frequencies.
+def _write_olmo3(config: DecoderConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
+
+
+def _read_olmo3(file: Any) -> dict[str, Any]:
+    local = file.local_rope.rope_theta
+    theta = file.rope_theta or (file.rope_parameters and file.rope_parameters.rope_theta) or OLMO3.rope_theta
+    return {
+        **sliding_by_type(file, lambda index: (index + 1) % 4 != 0),
+        "local_rope_theta": local or theta,
+    }
+
+
+OLMO3 = dataclasses.replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    field_types={**OLMO2.field_types, "sliding_window": Size, "layer_types": LayerTypes},
+    defaults={**OLMO2.defaults, "sliding_window": 4096},
+    rope_theta=500_000.0,
+    has_local_rope=True,
+    writes_local_rope=True,
+    read=_read_olmo3,
+    write=_write_olmo3,
+)
+
 
 # Phi-3 and the smaller Phi-4 models: Llama with fused projections, partial rotation, and LongRoPE.
 _PHI3_CODE = ("configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM")
@@ -189,7 +222,7 @@ GPT_OSS = Family(
     field_types={
         **EXPERT_TYPES,
         **{"sliding_window": Size, "layer_types": LayerTypes, "experts_per_token": Count},
-        **{"swiglu_limit": Annotated[float, Gt(0), Le(1e6)], "initial_context_length": Any},
+        **{"swiglu_limit": Multiplier, "initial_context_length": Any},
     },
     defaults={
         "rms_norm_eps": 1e-5,
@@ -202,4 +235,84 @@ GPT_OSS = Family(
     neutral={"attention_bias": (True,)},
     read=_read_gpt_oss,
     write=_write_gpt_oss,
+)
+
+
+# SmolLM3: every fourth layer neither rotates queries and keys nor, if windows are switched on, sees the whole text.
+def _read_smollm3(file: Any) -> dict[str, Any]:
+    interval = file.no_rope_layer_interval or 4
+    rotates = file.no_rope_layers or [(index + 1) % interval != 0 for index in range(file.num_hidden_layers)]
+    windows = {"sliding_window": None, "sliding_layers": None}
+    if file.use_sliding_window:
+        windows = sliding_by_type(file, lambda index: not rotates[index])
+    return {**windows, "rotary_layers": tuple(map(bool, rotates[: file.num_hidden_layers]))}
+
+
+def _write_smollm3(config: DecoderConfig) -> dict[str, Any]:
+    windows = {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
+    rotates = config.rotary_layers or (True,) * config.num_layers
+    return {
+        **({} if config.sliding_window is None else windows),
+        **{"use_sliding_window": config.sliding_window is not None, "pad_token_id": None},
+        "no_rope_layers": [int(layer) for layer in rotates],
+    }
+
+
+SMOLLM3 = dataclasses.replace(
+    LLAMA,
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    field_types={
+        **{**LLAMA.field_types, "sliding_window": Size, "layer_types": LayerTypes, "use_sliding_window": bool},
+        **{"no_rope_layers": Annotated[list[Literal[0, 1]], MaxLen(10_000)], "no_rope_layer_interval": NumLayers},
+        "max_window_layers": LayerIndex,
+    },
+    defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    rope_theta=2e6,
+    stored=(),
+    read=_read_smollm3,
+    write=_write_smollm3,
+)
+
+# Ministral 3: Mistral with YaRN, and queries that grow with the position.
+MINISTRAL3 = dataclasses.replace(
+    MISTRAL,
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 2**18, "head_dim": 128},
+    rope_theta=1e6,
+    rope_fields=("mscale", "mscale_all_dim", "llama_4_scaling_beta"),
+    rope_ignored=("max_position_embeddings",),
+    text_of="Mistral3ForConditionalGeneration",
+)
+
+# Granite: Llama with four multipliers.
+_GRANITE_FIELDS = {
+    **{"embedding_multiplier": "embedding_multiplier", "residual_multiplier": "residual_multiplier"},
+    **{"logits_scaling": "logits_scaling", "attention_scale": "attention_multiplier"},
+}
+GRANITE = dataclasses.replace(
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    fields={**LLAMA.fields, **_GRANITE_FIELDS},
+    field_types={**LLAMA.field_types, **dict.fromkeys(_GRANITE_FIELDS.values(), Multiplier)},
+    defaults={"rms_norm_eps": 1e-6, **dict.fromkeys(_GRANITE_FIELDS.values(), 1.0)},
+    write=lambda config: {
+        "attention_multiplier": config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    },
+)
+
+# Seed-OSS: Llama with wide heads, and biases on query, key and value only.
+SEED_OSS = dataclasses.replace(
+    LLAMA,
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    fields={**LLAMA.fields, "attention_out_bias": "attention_out_bias"},
+    field_types={**LLAMA.field_types, "attention_out_bias": bool, "residual_dropout": Dropout},
+    defaults={
+        **{"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        "attention_out_bias": False,
+    },
+    write=lambda config: {"attention_dropout": 0.0, "residual_dropout": 0.0},
 )
