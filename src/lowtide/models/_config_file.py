@@ -156,12 +156,17 @@ def _find_family(raw: Mapping[str, Any], filename: str) -> tuple[Family, Mapping
     declared, model_type = raw.get("architectures") or [], raw.get("model_type")
     architectures: list[Any] = declared if isinstance(declared, list) else [declared]  # pyright: ignore[reportUnknownVariableType]
     matches = [family for family in FAMILIES.values() if family.architecture in architectures]
-    multimodal = [family for family in FAMILIES.values() if family.text_of in architectures]
+    text_config = raw.get("text_config")
+    text_type: Any = text_config.get("model_type") if isinstance(text_config, Mapping) else None  # pyright: ignore
+    multimodal = [
+        family
+        for family in FAMILIES.values()
+        if family.text_of in architectures and text_type in (None, family.model_type)
+    ]
     if not matches and not architectures and isinstance(model_type, str) and model_type in FAMILIES:
         matches = [FAMILIES[model_type]]
     if matches and model_type in (None, matches[0].model_type):
         return matches[0], raw
-    text_config = raw.get("text_config")
     if multimodal and isinstance(text_config, Mapping):
         warnings.warn(f"{filename}: the model is multimodal; only its text decoder is read", stacklevel=4)
         merged = {name: raw[name] for name in _MULTIMODAL_FIELDS if name in raw} | dict(text_config)  # pyright: ignore

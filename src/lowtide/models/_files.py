@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -52,10 +53,22 @@ from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
 from ._decoder import Decoder, init
 from ._quantized import Packed, Scheme, Stored, group_tensors
-from ._safetensors import CONFIG, DTYPES, INDEX, SINGLE, Source, Tensor, open_tensors, pieces, read_leaf, write_model
+from ._safetensors import (
+    CONFIG,
+    DTYPES,
+    INDEX,
+    SINGLE,
+    ExpertSource,
+    Source,
+    Tensor,
+    open_tensors,
+    pieces,
+    read_leaf,
+    write_model,
+)
 from ._shapes import parameter_shapes, split_block, with_settings, without_settings
 from .families import family_of
-from .families._family import IMAGE_MODULES
+from .families._family import IMAGE_MODULES, PREFIXES
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -256,7 +269,12 @@ def _open_weights(
                 for name, source in sources.items()
                 if not name.removeprefix("model.").startswith(family.ignored)
             }
+        weights = _split_experts(weights, config)
         embedding = _embedding(config)
+        if embedding not in weights and (bare := embedding.removeprefix(PREFIXES[0])) in weights:
+            # Embedding models are saved without their head, and so without the prefix.
+            weights = {PREFIXES[0] + name: source for name, source in weights.items()}
+            assert PREFIXES[0] + bare == embedding
         # A file may store the tied tensor under the head's name.
         if config.tie_embeddings and embedding not in weights and _HEAD in weights:
             weights = {embedding if name == _HEAD else name: source for name, source in weights.items()}
@@ -280,6 +298,27 @@ def _open_plans(
             sources = [tensors[name] for _, name in _iter_names(path, config)]
             plans.append(_plan_leaf(path_str(path), sources, leaf.shape, leaf_dtype, default_dtype))
         yield plans, treedef, [*notes, *_dequantization_notes(plans)]
+
+
+def _split_experts(weights: Mapping[str, Source], config: DecoderConfig) -> Mapping[str, Source]:
+    """Replace tensors of all experts of a layer by parts, if the family's names are those of single experts.
+
+    Folders of multimodal models store such tensors, and folders of the text models a tensor for each expert.
+    """
+    family, experts = family_of(config), config.experts
+    split = dict(weights)
+    for template, paths in family.expert_parameters.items() if experts is not None else ():
+        modules = [family.names.get(path, "") for path in paths]
+        for layer in range(config.num_layers):
+            name = template.format(layer=layer)
+            if "{expert}" not in modules[0] or name not in split or len(split[name].shape) != 3:
+                continue
+            source = split.pop(name)
+            count, rows = source.shape[0], source.shape[1] // len(modules)
+            for expert, (part, module) in itertools.product(range(count), enumerate(modules)):
+                expert_name = f"{module.format(layer=layer, expert=expert)}.weight"
+                split[expert_name] = ExpertSource(source, expert, part * rows, (part + 1) * rows)
+    return split
 
 
 def _read_quantized(

@@ -105,6 +105,25 @@ class Source:
         return np.asarray(self.handle.get_slice(self.name)[index] if index else self.handle.get_tensor(self.name))
 
 
+class ExpertSource(Source):
+    """Rows of one expert in a tensor [E, rows, in] that holds all experts of a layer."""
+
+    def __init__(self, source: Source, expert: int, start: int, stop: int) -> None:
+        super().__init__(source.name, source.file, source.handle)
+        self._position = (slice(expert, expert + 1), slice(start, stop))
+
+    @functools.cached_property
+    def _shape(self) -> tuple[int, ...]:
+        rows = self._position[1]
+        return (rows.stop - rows.start, *super()._shape[2:])
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, *others = index or (slice(None),)
+        start, stop, _ = rows.indices(self._shape[0])
+        offset = self._position[1].start
+        return super().read((self._position[0], slice(offset + start, offset + stop), *others))[0]
+
+
 @contextlib.contextmanager
 def open_tensors(files: Sequence[Path]) -> Generator[dict[str, Source], None, None]:
     """Open safetensors files and yield their tensors by name; bad files and repeated tensors raise ModelFileError."""
