@@ -11,13 +11,14 @@ from ..core import ConfigError, check_choice, check_integer, check_number
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 QkNorm = Literal["none", "head", "width"]
-RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": (),
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "llama_4_scaling_beta"),
     "longrope": ("short_factor", "long_factor", "attention_factor"),
+    "proportional": ("partial_rotary_factor",),
 }
 """Names of the `RopeScaling` fields that a type uses, by type; factor and pretraining length are not listed."""
 
@@ -36,7 +37,8 @@ class RopeScaling:
     """
 
     rope_type: RopeType
-    """``"linear"``, ``"dynamic"`` (NTK for the current length), ``"llama3"``, ``"yarn"`` or ``"longrope"``."""
+    """``"linear"``, ``"dynamic"`` (NTK for the current length), ``"llama3"``, ``"yarn"``, ``"longrope"`` or
+    ``"proportional"``."""
     factor: float
     """Ratio of the supported length to the length of pretraining; linear, llama3 and yarn divide frequencies by it."""
     low_freq_factor: float = 1.0
@@ -55,6 +57,8 @@ class RopeScaling:
     """yarn, longrope: factor of the rotated queries and keys; None: computed from `factor`."""
     llama_4_scaling_beta: float | None = None
     """yarn: queries at position p are multiplied by ``1 + beta * log(1 + floor(p / original))`` (Ministral 3)."""
+    partial_rotary_factor: float = 1.0
+    """proportional: fraction of the frequencies that rotate; the others are zero (Gemma 4)."""
     short_factor: tuple[float, ...] = ()
     """longrope: divisor of each frequency, for sequences up to the length of pretraining."""
     long_factor: tuple[float, ...] = ()
@@ -103,6 +107,8 @@ class Experts:
     """Width of the hidden layer of the shared expert, which computes every token; 0: no shared expert."""
     shared_gate: bool = False
     """Whether the output of the shared expert is multiplied by a sigmoid gate."""
+    beside_mlp: bool = False
+    """Whether the experts are added to the MLP, with a norm of their own and a scaled router (Gemma 4)."""
 
     def __post_init__(self) -> None:
         check_integer("shared_size", self.shared_size, 0)
@@ -234,6 +240,16 @@ class DecoderConfig:
     """Whether each head has an attention sink: a learned score in the softmax that belongs to no key."""
     attention_gate: bool = False
     """Whether the query projection also computes a sigmoid gate of the output of attention."""
+    global_head_dim: int | None = None
+    """Width of a head in layers without a window; None: `head_dim`."""
+    num_global_kv_heads: int | None = None
+    """Number of key and value heads in layers without a window; None: `num_kv_heads`."""
+    keys_as_values: bool = False
+    """Whether layers without a window use their keys, before norm and rotation, as values."""
+    value_norm: bool = False
+    """Whether the values of each head are normalised, without weights."""
+    layer_scale: bool = False
+    """Whether the output of each layer is multiplied by a stored number, which does not train."""
     delta_net: DeltaNet | None = None
     """Gated delta net that replaces attention, or None."""
     delta_layers: tuple[bool, ...] | None = None
@@ -347,12 +363,13 @@ class DecoderConfig:
 
 @functools.lru_cache
 def _pattern(config: DecoderConfig) -> tuple[DecoderConfig, ...]:
-    delta_layers = config.delta_layers
-    if delta_layers is None or len({*delta_layers}) == 1:
+    is_global = (config.global_head_dim, config.num_global_kv_heads, config.keys_as_values) != (None, None, False)
+    delta_layers = config.delta_layers or (config.delta_net is not None,) * config.num_layers
+    if not is_global and len({*delta_layers}) == 1:
         return (config,)
     sliding_layers = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
     kinds = [*zip(delta_layers, sliding_layers, strict=True)]
-    divisors = (size for size in range(2, config.num_layers + 1) if config.num_layers % size == 0)
+    divisors = (size for size in range(1, config.num_layers + 1) if config.num_layers % size == 0)
     size = next(size for size in divisors if kinds == kinds[:size] * (config.num_layers // size))
     return tuple(_layer_config(config, config.num_layers // size, *kind) for kind in kinds[:size])
 
@@ -361,5 +378,10 @@ def _layer_config(config: DecoderConfig, num_layers: int, is_delta: bool, is_sli
     """Return the configuration of equal layers, which are `num_layers` layers of a model."""
     kind: dict[str, Any] = {"num_layers": num_layers, "sliding_layers": None, "delta_layers": None}
     kind |= {} if is_delta else {"delta_net": None}
-    kind |= {} if is_sliding else {"sliding_window": None}
-    return dataclasses.replace(config, **kind)
+    kind |= {"global_head_dim": None, "num_global_kv_heads": None, "local_rope_theta": None}
+    if is_sliding:
+        local = {} if config.local_rope_theta is None else {"rope_theta": config.local_rope_theta, "rope_scaling": None}
+        return dataclasses.replace(config, **kind, **local, keys_as_values=False)
+    head_dim, num_kv_heads = config.global_head_dim, config.num_global_kv_heads
+    kind |= {"head_dim": head_dim or config.head_dim, "num_kv_heads": num_kv_heads or config.num_kv_heads}
+    return dataclasses.replace(config, **kind, sliding_window=None)

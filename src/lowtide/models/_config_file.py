@@ -236,6 +236,9 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
     local_type = file.local_rope.rope_type or file.local_rope.type or "default"
     check = functools.partial(check_choice, hint=_WRONG_LOGITS, error=ModelFileError)
     check(f"{filename}: rope_type", rope_type, ("default", *ROPE_FIELDS))
+    if rope_type == "proportional" and "proportional" not in family.rope_fields:
+        problem = f"{filename}: {family.architecture} has no rope_type 'proportional'"
+        raise ModelFileError(problem, hint=_WRONG_LOGITS)
     check(f"{filename}: rope_type of sliding-window layers", local_type, ("default",))
     if rope_type == "default":
         return None
@@ -243,6 +246,8 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
     rope_values = rope.model_dump(exclude_none=True)  # also has unknown fields, all of which are off
     arguments = {name: value for name, value in rope_values.items() if name in {"factor", *type_fields}}
     original = rope.original_max_position_embeddings or file.original_max_position_embeddings
+    if rope_type == "proportional":
+        arguments.setdefault("factor", 1.0)
     if rope_type in ("yarn", "longrope"):
         original = original or file.max_position_embeddings
         arguments.setdefault("factor", file.max_position_embeddings / original)

@@ -26,9 +26,15 @@ _Activation = Callable[[Array], Array]
 
 
 def mixture(
-    mlp: Tree, x_BTD: Float[Array, "B T D"], experts: Experts, activation: _Activation
+    mlp: Tree,
+    x_BTD: Float[Array, "B T D"],
+    experts: Experts,
+    activation: _Activation,
+    router_BTD: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T E"], Float[Array, "B T E"]]:
     """Return the outputs of the MoE, the router's probabilities, and an array that is 1 for chosen experts, else 0.
+
+    `router_BTD` are the inputs of the router, if they are not those of the experts.
 
     Each device sorts its own rows. With the mesh axis ``expert``, each device along the axis holds some experts. It
     gathers the tokens of all these devices, and a reduce-scatter adds up the outputs. Raises ConfigError if E is not a
@@ -47,7 +53,7 @@ def mixture(
         _mixture_on_device, experts=experts, activation=activation, has_expert_axis="expert" in axes
     )
     if mesh is None or not (axes or context):
-        return compute(mlp, x_BTD)
+        return compute(mlp, x_BTD, router_BTD)
     if "expert" in axes and experts.num_experts % mesh.shape["expert"]:
         raise ConfigError(
             f"{experts.num_experts} experts cannot be sharded along the axis expert of size {mesh.shape['expert']}",
@@ -55,23 +61,33 @@ def mixture(
         )
     row_spec, replicated_spec = P(axes, context), P()
     weights = {"router": replicated_spec, "experts": P("expert") if "expert" in axes else replicated_spec}
-    in_specs, out_specs = (weights, row_spec), (row_spec,) * 3
+    router_spec = None if router_BTD is None else row_spec
+    in_specs, out_specs = (weights, row_spec, router_spec), (row_spec,) * 3
     axis_names = {*axes, *context}
     sharded_compute = jax.shard_map(
         compute, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
     )
-    return sharded_compute(mlp, x_BTD)
+    return sharded_compute(mlp, x_BTD, router_BTD)
 
 
 def _mixture_on_device(
-    mlp: Tree, x_BTD: Array, *, experts: Experts, activation: _Activation, has_expert_axis: bool
+    mlp: Tree,
+    x_BTD: Array,
+    router_BTD: Array | None,
+    *,
+    experts: Experts,
+    activation: _Activation,
+    has_expert_axis: bool,
 ) -> tuple[Array, Array, Array]:
     """Compute `mixture` on one device; with `has_expert_axis`, gather the tokens of all devices along ``expert``."""
-    logits_BTE = linear(x_BTD, mlp["router"]["weight"], mlp["router"].get("bias"))
+    router = mlp["router"]
+    logits_BTE = linear(x_BTD if router_BTD is None else router_BTD, router["weight"], router.get("bias"))
     probs_BTE = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
     weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, experts.num_experts_per_token)
     if experts.normalize:
         weights_BTK = weights_BTK / jnp.sum(weights_BTK, axis=-1, keepdims=True)
+    if "expert_scale" in router:
+        weights_BTK = weights_BTK * router["expert_scale"].astype(jnp.float32)[chosen_BTK]
     counts_BTE = jnp.sum(jax.nn.one_hot(chosen_BTK, experts.num_experts, dtype=jnp.float32), axis=2)
     if not has_expert_axis:
         return _dispatch(mlp["experts"], x_BTD, weights_BTK, chosen_BTK, experts, activation), probs_BTE, counts_BTE
@@ -150,6 +166,9 @@ def _expert_mlps(
     module: Tree, rows_MD: Array, sizes_E: Array, expert_M: Array, experts: Experts, activation: _Activation
 ) -> Array:
     multiply = functools.partial(grouped_linear, sizes_E=sizes_E, num_experts=experts.num_experts)
+    if experts.beside_mlp:
+        gate_MF, up_MF = jnp.split(multiply(rows_MD, module["gate_up"]["weight"]), 2, axis=-1)
+        return multiply(activation(gate_MF) * up_MF, module["down"]["weight"])
     if not experts.clamped:
         gate_MF = activation(multiply(rows_MD, module["gate"]["weight"]))
         up_MF = multiply(rows_MD, module["up"]["weight"])

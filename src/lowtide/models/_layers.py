@@ -59,6 +59,12 @@ def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:
     return x32.astype(x.dtype) * weight.astype(x.dtype)
 
 
+def _unit_rms(x: Array, config: DecoderConfig) -> Array:
+    """Apply RMSNorm without weights."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.rms_norm_eps)).astype(x.dtype)
+
+
 def _norm(layer: Tree, name: str, x_BTD: Array, config: DecoderConfig) -> Array:
     """Apply the norm `name` of a layer; return `x_BTD` unchanged if the family has no such norm."""
     has_norm = config.post_norm if name.endswith("_post_norm") else config.pre_norm
@@ -109,7 +115,11 @@ def layer_forward(
     experts, chosen, widest = config.experts, 1, config.intermediate_size
     if experts is not None:
         chosen, widest = experts.num_experts_per_token, experts.num_experts_per_token * experts.intermediate_size
-    share = chosen / experts.num_experts if experts else 1
+    share = 1.0
+    if experts is not None and experts.beside_mlp:
+        widest += config.intermediate_size
+    elif experts is not None:
+        share = chosen / experts.num_experts
     return tiled(_finish, finish_params, (h_BTD, out_BTW, gate_BTW), width=widest, share=share)
 
 
@@ -170,7 +180,10 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         q_BTW, k_BTX, v_BTX = jnp.split(_dense(attn["qkv_proj"], x_BTD), (q, q + kv), axis=-1)
     else:
-        q_BTW, k_BTX, v_BTX = (_dense(attn[f"{name}_proj"], x_BTD) for name in "qkv")
+        q_BTW, k_BTX = (_dense(attn[f"{name}_proj"], x_BTD) for name in "qk")
+        v_BTX = k_BTX if config.keys_as_values else _dense(attn["v_proj"], x_BTD)
+    if config.value_norm:
+        v_BTX = _unit_rms(v_BTX.reshape(*v_BTX.shape[:2], -1, config.head_dim), config).reshape(v_BTX.shape)
     if config.attention_gate:  # the query and the gate of a head are side by side
         both = q_BTW.reshape(*q_BTW.shape[:2], config.num_heads, 2, config.head_dim)
         q_BTW, gate_BTW = (both[..., index, :].reshape(*q_BTW.shape[:2], -1) for index in range(2))
@@ -271,15 +284,33 @@ def _finish(
         out_BTW = out_BTW * jax.nn.sigmoid(gate_BTW)
     added_BTD = checkpoint_name(_dense(layer["last"], out_BTW), "attn_proj")
     h_BTD = h_BTD + _scaled(_norm(layer, "attn_post_norm", added_BTD, config), config.residual_multiplier)
-    out_BTD, routing = _mlp(layer["mlp"], _norm(layer, "mlp_norm", h_BTD, config), config)
-    return h_BTD + _scaled(_norm(layer, "mlp_post_norm", out_BTD, config), config.residual_multiplier), routing
+    mlp = _mlp_and_experts if config.experts is not None and config.experts.beside_mlp else _mlp
+    out_BTD, routing = mlp(layer, h_BTD, config)
+    h_BTD = h_BTD + _scaled(_norm(layer, "mlp_post_norm", out_BTD, config), config.residual_multiplier)
+    if config.layer_scale:
+        h_BTD = h_BTD * jax.lax.stop_gradient(layer["scale"]["weight"])[None, None].astype(h_BTD.dtype)
+    return h_BTD, routing
 
 
 def _scaled(x: Array, factor: float) -> Array:
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
-def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:
+def _mlp_and_experts(layer: Tree, h_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array]]:
+    """Return the sum of the MLP and of the experts, each with its own norms (Gemma 4)."""
+    experts, mlp, activation = config.experts, layer["mlp"], _ACTIVATIONS[config.activation]
+    assert experts is not None
+    mlp_BTD = _gated_mlp(mlp, _norm(layer, "mlp_norm", h_BTD, config), activation)
+    scale_D = mlp["router"]["scale"].astype(h_BTD.dtype)[None, None] * config.hidden_size**-0.5
+    routed = {name: mlp[name] for name in ("router", "experts")}
+    inputs = rms_norm(h_BTD, layer["experts_norm"]["weight"], config)
+    out_BTD, *routing = mixture(routed, inputs, experts, activation, _unit_rms(h_BTD, config) * scale_D)
+    sums = (rms_norm(mlp_BTD, layer["mlp_inner_norm"]["weight"], config),)
+    return sums[0] + rms_norm(out_BTD, layer["experts_post_norm"]["weight"], config), (routing[0], routing[1])
+
+
+def _mlp(layer: Tree, h_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:
+    mlp, x_BTD = layer["mlp"], _norm(layer, "mlp_norm", h_BTD, config)
     activation = _ACTIVATIONS[config.activation]
     if config.experts is not None:
         routed = {name: part for name, part in mlp.items() if name != "shared"}

@@ -75,6 +75,9 @@ def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tupl
             # YaRN's temperature of attention: sqrt(1 / t) = 0.1 ln(factor) + 1, applied to queries and keys.
             default = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
             return freq / scaling.factor * (1 - ramp) + freq * ramp, scaling.attention_factor or default
+        case "proportional":
+            num_rotating = int(scaling.partial_rotary_factor * dim // 2)
+            return jnp.where(jnp.arange(dim // 2) < num_rotating, freq, 0.0) / scaling.factor, 1.0
         case "longrope":
             original = scaling.original_max_position_embeddings
             assert length is not None

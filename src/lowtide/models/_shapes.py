@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,10 @@ def _layer_shapes(c: DecoderConfig) -> dict[str, Any]:
 
     norms = ["attn_norm", "mlp_norm"] * c.pre_norm + ["attn_post_norm", "mlp_post_norm"] * c.post_norm
     mixer = {"delta": _delta_shapes(c, dense)} if c.is_delta_net else {"attn": _attention_shapes(c, dense)}
-    return {**mixer, "mlp": _mlp_shapes(c, dense), **{name: {"weight": _array(n, d)} for name in norms}}
+    if c.experts is not None and c.experts.beside_mlp:
+        norms += ["mlp_inner_norm", "experts_norm", "experts_post_norm"]
+    scale = {"scale": {"weight": _array(n, 1)}} if c.layer_scale else {}
+    return {**mixer, "mlp": _mlp_shapes(c, dense), **{name: {"weight": _array(n, d)} for name in norms}, **scale}
 
 
 def _delta_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, Any]:
@@ -64,6 +68,8 @@ def _attention_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, 
     )
     attn: dict[str, Any] = {name: dense(size, d, c.attention_bias) for name, size in sizes.items()}
     attn["o_proj"] = dense(d, q, out_bias)
+    if c.keys_as_values:
+        del attn["v_proj"]
     if c.qk_norm != "none":
         widths = (c.head_dim, c.head_dim) if c.qk_norm == "head" else (q, kv)
         attn |= {f"{name}_norm": {"weight": _array(n, width)} for name, width in zip("qk", widths, strict=True)}
@@ -74,6 +80,11 @@ def _attention_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, 
 
 def _mlp_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, Any]:
     n, d = c.num_layers, c.hidden_size
+    if c.experts is not None and c.experts.beside_mlp:
+        e, f = c.experts.num_experts, c.experts.intermediate_size
+        router = {**dense(e, d), "scale": _array(n, d), "expert_scale": _array(n, e)}
+        experts = {"gate_up": {"weight": _array(n, e, 2 * f, d)}, "down": {"weight": _array(n, e, d, f)}}
+        return {**_mlp_shapes(dataclasses.replace(c, experts=None), dense), "router": router, "experts": experts}
     if c.experts is None:
         f = c.intermediate_size
         widths = {"gate_up_proj": 2 * f} if c.fused_projections else {"gate_proj": f, "up_proj": f}

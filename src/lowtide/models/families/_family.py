@@ -52,7 +52,8 @@ IMAGE_MODULES = ("vision_tower", "multi_modal_projector")
 """Modules of multimodal models that process images; loading skips them."""
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 """Module name prefixes of text models, and of multimodal models since `transformers` 4.52 and before that version."""
-ATTN, MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
+LAYER = "model.layers.{layer}"
+ATTN, MLP = f"{LAYER}.self_attn", f"{LAYER}.mlp"
 _NORMS: Mapping[str, str] = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 

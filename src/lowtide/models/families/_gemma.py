@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from ...core import ConfigError
-from .._config import DecoderConfig
+from .._config import DecoderConfig, Experts
 from ._family import (
+    IMAGE_MODULES,
+    LAYER,
+    Count,
     Factor,
     Family,
+    Fraction,
     LayerTypes,
     NumLayers,
     Scale,
@@ -127,4 +132,108 @@ GEMMA3 = dataclasses.replace(
     write=_write_gemma3,
     rope_theta=1e6,
     text_of="Gemma3ForConditionalGeneration",
+)
+
+
+# Gemma 4: heads of another width, and keys as values, in layers without a window; norms of values; experts beside the
+# MLP. The small models (E2B, E4B) have embeddings per layer and layers that share keys, which are not supported.
+def _read_gemma4(file: Any) -> dict[str, Any]:
+    layers = sliding_by_type(file, lambda index: (index + 1) % 6 != 0)
+    layers["sliding_layers"] = (*layers["sliding_layers"][:-1], False)  # transformers forces the last layer, too
+    experts = None
+    if file.enable_moe_block:
+        experts = Experts(
+            num_experts=file.num_experts or 0,
+            num_experts_per_token=file.top_k_experts or 0,
+            intermediate_size=file.moe_intermediate_size or 0,
+            beside_mlp=True,
+        )
+    return {
+        **layers,
+        **{"rotary_fraction": 1.0, "local_rope_theta": file.local_rope.rope_theta or 10_000.0, "experts": experts},
+        **_read_global_heads(file, layers["sliding_layers"]),
+    }
+
+
+def _read_global_heads(file: Any, sliding_layers: Sequence[bool]) -> dict[str, int | None]:
+    """Return the sizes of heads in layers without a window; transformers 5 writes them for each layer."""
+    if file.per_layer_config is None:
+        kv_heads = file.num_global_key_value_heads if file.attention_k_eq_v else None
+        return {"global_head_dim": file.global_head_dim, "num_global_kv_heads": kv_heads}
+    indices = [str(index) for index, is_sliding in enumerate(sliding_layers) if not is_sliding]
+    sizes: dict[str, int] = file.per_layer_config.get(indices[0], {})
+    if file.per_layer_config != dict.fromkeys(indices, sizes) or not {"head_dim", "num_key_value_heads"} >= {*sizes}:
+        problem = "per_layer_config must give all layers without a window the same head_dim and num_key_value_heads"
+        raise ConfigError(problem, hint="copy config.json again")
+    return {"global_head_dim": sizes.get("head_dim"), "num_global_kv_heads": sizes.get("num_key_value_heads")}
+
+
+def _write_gemma4(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    sizes = {"num_experts": "num_experts", "top_k_experts": "num_experts_per_token"}
+    sizes |= {"moe_intermediate_size": "intermediate_size"}
+    return {
+        **{"sliding_window": config.sliding_window, "layer_types": layer_types(config)},
+        **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        **{"global_head_dim": config.global_head_dim or config.head_dim},
+        **{"num_global_key_value_heads": config.num_global_kv_heads, "enable_moe_block": experts is not None},
+        **{name: getattr(experts, field, None) for name, field in sizes.items()},
+    }
+
+
+GEMMA4 = Family(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    names={
+        **names(qk_norm=True, norms=_GEMMA_NORMS),
+        "layers/mlp_inner_norm": f"{LAYER}.post_feedforward_layernorm_1",
+        "layers/experts_norm": f"{LAYER}.pre_feedforward_layernorm_2",
+        "layers/experts_post_norm": f"{LAYER}.post_feedforward_layernorm_2",
+        "layers/scale/weight": f"{LAYER}.layer_scalar",
+        "layers/mlp/router": f"{LAYER}.router.proj",
+        "layers/mlp/router/scale": f"{LAYER}.router.scale",
+        "layers/mlp/router/expert_scale": f"{LAYER}.router.per_expert_scale",
+        "layers/mlp/experts/gate_up/weight": f"{LAYER}.experts.gate_up_proj",
+        "layers/mlp/experts/down/weight": f"{LAYER}.experts.down_proj",
+    },
+    expert_parameters={f"{LAYER}.experts.{name}_proj": (f"layers/mlp/experts/{name}",) for name in ("gate_up", "down")},
+    fixed={
+        **{"post_norm": True, "scale_embedding": True, "activation": "gelu_tanh", "qk_norm": "head"},
+        **{"value_norm": True, "layer_scale": True, "attention_scale": 1.0},
+    },
+    fields={
+        **{"attention_bias": "attention_bias", "final_soft_cap": "final_logit_softcapping"},
+        "keys_as_values": "attention_k_eq_v",
+    },
+    field_types={
+        **{
+            "attention_bias": bool,
+            "sliding_window": Size,
+            "layer_types": LayerTypes,
+            "partial_rotary_factor": Fraction,
+            "per_layer_config": dict[str, dict[str, Size]],
+        },
+        **{"final_logit_softcapping": Factor, "global_head_dim": Size, "num_global_key_value_heads": Size},
+        **{"attention_k_eq_v": bool, "enable_moe_block": bool, "num_experts": Count, "top_k_experts": Count},
+        **{"moe_intermediate_size": Size, "vocab_size_per_layer_input": Any},
+    },
+    defaults={
+        **{"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
+        **{"tie_word_embeddings": True, "sliding_window": 512, "max_position_embeddings": 2**17},
+        **{"bos_token_id": 2, "eos_token_id": 1, "hidden_size_per_layer_input": 256},
+    },
+    neutral={
+        **{"hidden_activation": ("gelu_pytorch_tanh",), "hidden_act": ("gelu_pytorch_tanh",)},
+        **{"use_bidirectional_attention": (False, "vision"), "partial_rotary_factor": (1.0,)},
+        **{"hidden_size_per_layer_input": (0,), "num_kv_shared_layers": (0,)},
+        "use_double_wide_mlp": (False,),
+    },
+    rope_theta=1e6,
+    rope_fields=("proportional",),
+    has_local_rope=True,
+    writes_local_rope=True,
+    read=_read_gemma4,
+    write=_write_gemma4,
+    text_of="Gemma4ForConditionalGeneration",
+    ignored=(*IMAGE_MODULES, "embed_vision", "audio_tower", "embed_audio"),
 )
