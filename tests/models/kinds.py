@@ -47,6 +47,14 @@ _HYBRID: dict[str, Any] = {
     "delta_layers": (True, False, True, False),
 }
 
+_GEMMA4: dict[str, Any] = {
+    **{"post_norm": True, "scale_embedding": True, "activation": "gelu_tanh", "tie_embeddings": True},
+    **{"qk_norm": "head", "value_norm": True, "layer_scale": True, "attention_scale": 1.0, "final_soft_cap": 3.0},
+    **{"sliding_window": 8, "sliding_layers": (True, False, True, False), "local_rope_theta": 1e4, "rope_theta": 1e6},
+    **{"global_head_dim": 32, "num_global_kv_heads": 1, "keys_as_values": True},
+    "rope_scaling": RopeScaling(rope_type="proportional", factor=1.0, partial_rotary_factor=0.5),
+}
+
 KINDS: dict[str, DecoderConfig] = {
     name: DecoderConfig(**{**_SIZES, "family": name.partition(" ")[0], **switches})
     for name, switches in {
@@ -80,6 +88,13 @@ KINDS: dict[str, DecoderConfig] = {
         "olmo3": {
             **{"pre_norm": False, "post_norm": True, "qk_norm": "width", "head_dim": 8, "rope_scaling": _YARN},
             **{"sliding_window": 8, "sliding_layers": (True, True, False, True), "local_rope_theta": 1e4},
+        },
+        "gemma4_text": _GEMMA4,
+        "gemma4_text experts": {
+            **_GEMMA4,
+            "experts": Experts(intermediate_size=24, beside_mlp=True, **_EXPERTS),
+            "num_global_kv_heads": None,
+            "keys_as_values": False,
         },
         "phi3": {"head_dim": 8, "fused_projections": True, "rotary_fraction": 0.75, "rope_scaling": _LONG},
         "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "width"},

@@ -29,11 +29,20 @@ ADAPTED = {
     "phi3": ("**/qkv_proj", "**/o_proj", "**/gate_up_proj"),
     "olmo2": ("layers/**/*_proj",),
     # PEFT 0.21 converts the names gate_proj, up_proj and down_proj to those of experts, also for the shared expert.
+    "gemma4_text experts": ("**/*_proj", "**/experts/*"),
     "qwen3_next": ("**/delta/*_proj", "**/attn/*_proj"),
 }
 # The backward pass of every other kind has the same code: rotary frequencies are constants.
 WITH_GRADIENTS = ["llama", "gemma2", "gemma3_text", "phi3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss"]
-WITH_GRADIENTS += ["qwen3_5_text", "qwen3_next", "granite", "smollm3", "ministral3"]
+WITH_GRADIENTS += [
+    "qwen3_5_text",
+    "qwen3_next",
+    "granite",
+    "smollm3",
+    "ministral3",
+    "gemma4_text",
+    "gemma4_text experts",
+]
 
 
 def random_model(kind: str) -> models.Decoder:
@@ -43,6 +52,9 @@ def random_model(kind: str) -> models.Decoder:
         if leaf.dtype == jnp.int32:
             return leaf
         noise = peers.normal(jax.tree_util.keystr(path), leaf.shape, std=1.0)
+        if "q_norm" in jax.tree_util.keystr(path) and KINDS[kind].attention_scale == 1:
+            # Gemma 4 does not scale scores, and its own norms are small. With large scores, rounding grows, too.
+            return jnp.asarray(0.2 + 0.1 * noise, leaf.dtype)
         is_matrix = leaf.ndim > 2 or path[-2].key in ("embed", "lm_head")
         return jnp.asarray(noise * 0.12 if is_matrix else leaf + 0.3 * noise, leaf.dtype)
 

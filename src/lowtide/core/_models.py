@@ -452,6 +452,9 @@ class ExternalNames(Protocol):
     - ``named_as(names)``: returns the model with the naming scheme of these module or tensor names.
     - ``ignored_modules``: names of modules of the other library that the model lacks.
     - ``expert_parameters``: dictionary from external parameters that hold all experts of a layer to module paths.
+    - ``out_first_experts``: whether such parameters without modules for each expert are [experts, out, in]. Otherwise
+      they are [experts, in, out].
+    - ``layer_strides``: dictionary from paths of stacks of every n-th layer to n and the index of their first layer.
     """
 
     def external_name(self, path: str) -> str:

@@ -118,6 +118,8 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
         full = {**scaled, "rope_theta": config.rope_theta}
         file["rope_parameters"] = dict(zip(_LAYER_TYPES, (full, local), strict=True))
+    if not family.writes_old_rope:
+        del file["rope_theta"], file["rope_scaling"]
     # Read the result back: a switch that the family's files cannot express would be lost silently.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

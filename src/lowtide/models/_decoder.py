@@ -170,6 +170,11 @@ class Decoder:
         }
 
     @property
+    def out_first_experts(self) -> bool:
+        """Whether Hugging Face parameters of all experts of a layer have shape [experts, out, in]."""
+        return self.config.experts is not None and not self.config.experts.clamped
+
+    @property
     def layer_strides(self) -> dict[str, tuple[int, int]]:
         """Stride and first index of the layers in each stack, by path, for models with several layers per group."""
         count = len(self.config.pattern)

@@ -87,6 +87,8 @@ class Parameter:
     """Sites of its weights, in the order in which it concatenates their outputs."""
     is_transposed: bool
     """Whether the parameter and the weights at the sites store experts as [in, out]."""
+    is_written: bool
+    """Whether files hold adapters of the parameter, and not of modules for each expert."""
     wrappers: int = 0
     """Number of PEFT's wrappers around the wrapper of this parameter, each for another parameter of its module."""
 
@@ -112,7 +114,10 @@ def expert_parameters(model: Tree) -> list[Parameter]:
         if by_module.keys() >= {*modules}:
             parameter_sites = tuple(by_module[module] for module in modules)
             has_modules = EXPERT in (external_name(model, parameter_sites[0]) or "")
-            parameters.append(Parameter(name=name, sites=parameter_sites, is_transposed=not has_modules))
+            is_transposed = not has_modules and not getattr(model, "out_first_experts", False)
+            parameters.append(
+                Parameter(name=name, sites=parameter_sites, is_transposed=is_transposed, is_written=not has_modules)
+            )
     return parameters
 
 
@@ -127,7 +132,7 @@ def _set_wrappers(chosen: Sequence[Parameter]) -> list[Parameter]:
 
 def written_parameters(model: Tree) -> list[Parameter]:
     """Return the adapted parameters that are written as `target_parameters`: their experts are not external modules."""
-    return _set_wrappers([item for item in expert_parameters(model) if item.is_transposed and is_adapted(item)])
+    return _set_wrappers([item for item in expert_parameters(model) if item.is_written and is_adapted(item)])
 
 
 def parameter_entries(model: Tree, kind: AdapterKind) -> tuple[dict[str, Any], dict[str, np.ndarray], set[int]]:
@@ -139,9 +144,10 @@ def parameter_entries(model: Tree, kind: AdapterKind) -> tuple[dict[str, Any], d
         (site,) = parameter.sites
         leaves, _ = host_leaves(site)
         entries |= dict.fromkeys(parameter.names, kind.entry(site.node, 1.0))
-        # These experts are stored as [in, out], so PEFT's A is our Bᵀ, and PEFT's B is our Aᵀ.
-        layers = zip(parameter.keys, leaves["lora_b"].swapaxes(-1, -2), leaves["lora_a"].swapaxes(-1, -2), strict=True)
-        for (key_a, key_b), a, b in layers:
+        stack_a, stack_b = leaves["lora_a"], leaves["lora_b"]
+        if parameter.is_transposed:  # for experts stored as [in, out], PEFT's A is our Bᵀ, and PEFT's B is our Aᵀ
+            stack_a, stack_b = stack_b.swapaxes(-1, -2), stack_a.swapaxes(-1, -2)
+        for (key_a, key_b), a, b in zip(parameter.keys, stack_a, stack_b, strict=True):
             tensors[key_a] = np.ascontiguousarray(a.reshape(-1, a.shape[-1]))
             tensors[key_b] = np.ascontiguousarray(b.transpose(1, 2, 0).reshape(b.shape[1], -1))
         indices.add(site.index)
@@ -160,7 +166,7 @@ def parameter_patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict
     alphas: dict[str, Any] = {}
     variants = Variants(variant for variant in VARIANTS if config[variant.option])
     for parameter in expert_parameters(model):
-        if parameter.is_transposed or not is_adapted(parameter):
+        if parameter.is_written or not is_adapted(parameter):
             continue
         check_scales(parameter)
         nodes: list[Any] = [site.node for site in parameter.sites]

@@ -115,7 +115,9 @@ class Family:
     has_local_rope: bool = False
     """Whether rotary settings in `config.json` can differ between sliding-window layers and other layers."""
     writes_local_rope: bool = False
-    """Whether written files have ``rope_parameters`` with one entry per layer type, in addition to the older fields."""
+    """Whether written files have ``rope_parameters`` with one entry per layer type."""
+    writes_old_rope: bool = True
+    """Whether written files have ``rope_theta`` and ``rope_scaling``, which transformers 4 reads."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
     """Allowed values by field of `config.json`, in addition to null; any other value is an error."""
     stored: Sequence[str] = ()

@@ -232,6 +232,7 @@ GEMMA4 = Family(
     rope_fields=("proportional",),
     has_local_rope=True,
     writes_local_rope=True,
+    writes_old_rope=False,
     read=_read_gemma4,
     write=_write_gemma4,
     text_of="Gemma4ForConditionalGeneration",
