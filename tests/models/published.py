@@ -1,8 +1,17 @@
-"""`config.json` as five models' makers published it, and how many parameters those models have."""
+"""`config.json` as the makers of models published it, and how many parameters those models have.
+
+Newer models are in ``tests/golden/published_configs.json``. Their numbers of parameters are those of the text model of
+transformers 5.23, without images and without layers that predict several tokens. With those, they add up to the number
+of elements in the published files, where that number is known.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+RECENT = json.loads((Path(__file__).parents[1] / "golden" / "published_configs.json").read_text(encoding="utf-8"))
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -169,3 +178,8 @@ PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
 }
+
+PUBLISHED |= {name: entry["config"] for name, entry in RECENT.items()}
+PARAMETERS |= {name: entry["parameters"] for name, entry in RECENT.items()}
+NUM_STORED_SCALES = {"gemma-4-31b-it": 60, "gemma-4-26b-a4b-it": 30}
+"""Numbers in the files that multiply the outputs of layers. transformers does not count them as parameters."""

@@ -48,6 +48,7 @@ MISTRAL = Family(
     fields={"sliding_window": "sliding_window"},
     field_types={"sliding_window": Size},
     defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
+    text_of="Mistral3ForConditionalGeneration",
 )
 
 
@@ -283,7 +284,6 @@ MINISTRAL3 = dataclasses.replace(
     rope_theta=1e6,
     rope_fields=("mscale", "mscale_all_dim", "llama_4_scaling_beta"),
     rope_ignored=("max_position_embeddings",),
-    text_of="Mistral3ForConditionalGeneration",
 )
 
 # Granite: Llama with four multipliers.
