@@ -30,7 +30,8 @@ ADAPTED = {
     "olmo2": ("layers/**/*_proj",),
     # PEFT 0.21 converts the names gate_proj, up_proj and down_proj to those of experts, also for the shared expert.
     "gemma4_text experts": ("**/*_proj", "**/experts/*"),
-    "qwen3_next": ("**/delta/*_proj", "**/attn/*_proj"),
+    "qwen3_next": ("**/delta/{*_proj,beta_step}", "**/attn/*_proj"),
+    "qwen3_5_text": ("**/*_proj", "**/delta/{beta,step}"),
 }
 # The backward pass of every other kind has the same code: rotary frequencies are constants.
 WITH_GRADIENTS = ["llama", "gemma2", "gemma3_text", "phi3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss"]

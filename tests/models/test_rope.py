@@ -41,7 +41,7 @@ def test_the_base_grows_from_the_first_token_beyond_the_context():
 
 def test_an_unknown_type_of_scaling_is_one_error() -> None:
     assert typing.get_args(RopeType) == tuple(ROPE_FIELDS)
-    known = '"linear", "dynamic", "llama3", "yarn" or "longrope"'
+    known = '"linear", "dynamic", "llama3", "yarn", "longrope" or "proportional"'
     unknown: Any
     for unknown, hint in (("yarm", 'hint: did you mean "yarn"?'), ("default", ""), (None, "")):
         with pytest.raises(

@@ -31,7 +31,6 @@ from ..ops import (
 from ._config import NO_WINDOW, DecoderConfig
 from ._experts import mixture
 from ._rope import document_lengths, rotary, rotate
-from ._shapes import LAYER_SETTINGS
 
 _SAVED_PRODUCTS = jax.checkpoint_policies.save_only_these_names(
     *(f"{INTERNAL_PREFIX}{name}" for name in "q_proj k_proj lora_low lora_scaled".split()), *LAYER_NAMES
@@ -71,6 +70,10 @@ def _norm(layer: Tree, name: str, x_BTD: Array, config: DecoderConfig) -> Array:
     return rms_norm(x_BTD, layer[name]["weight"], config) if has_norm else x_BTD
 
 
+_NOT_PROJECTED = frozenset({"sinks", "conv", "log_decay", "step_bias", "norm"})
+"""Parameters of attention and of a delta net that no projection reads."""
+
+
 class LayerCache:
     """Values of one layer that generation keeps between calls. This class keeps nothing, as in training."""
 
@@ -105,9 +108,8 @@ def layer_forward(
     # The part between the projections is not tiled. Each of the two tiled parts gets only the parameters that it reads.
     project_params = {name: part for name, part in layer.items() if name in (mixer, "attn_norm")}
     finish_params = {name: part for name, part in layer.items() if name not in (mixer, "attn_norm")}
-    project_params[mixer] = {name: part for name, part in layer[mixer].items() if name.endswith(("_proj", "_norm"))}
+    project_params[mixer] = {name: part for name, part in layer[mixer].items() if name not in _NOT_PROJECTED}
     finish_params["last"] = project_params[mixer].pop(last)
-    project_params[mixer] |= {name: layer[mixer][name] for name in LAYER_SETTINGS if name in layer[mixer]}
     tiled = functools.partial(_tiled, config, tile_tokens)
     mix = _delta_net if config.is_delta_net else _attention
     out_BTW, gate_BTW = mix(config, layer, project_params, h_BTD, positions_BT, mask, cache, implementation, tiled)
@@ -264,13 +266,13 @@ def _project_delta(config: DecoderConfig, layer: Tree, h_BTD: Array) -> tuple[Ar
     assert net is not None
     x_BTD = _norm(layer, "attn_norm", h_BTD, config)
     if not net.fused:
-        qkv, z, b, a = (_dense(delta[f"{name}_proj"], x_BTD) for name in ("qkv", "z", "b", "a"))
+        qkv, z, b, a = (_dense(delta[name], x_BTD) for name in ("qkv_proj", "z_proj", "beta", "step"))
         return qkv, z, b, a
     per_key = net.num_value_heads // net.num_key_heads
     shape = (*x_BTD.shape[:2], net.num_key_heads, -1)
     sizes = np.cumsum([net.key_dim, net.key_dim, per_key * net.value_dim])
     q, k, v, z = jnp.split(_dense(delta["qkvz_proj"], x_BTD).reshape(shape), sizes, axis=-1)
-    b, a = jnp.split(_dense(delta["ba_proj"], x_BTD).reshape(shape), 2, axis=-1)
+    b, a = jnp.split(_dense(delta["beta_step"], x_BTD).reshape(shape), 2, axis=-1)
     q, k, v, z, b, a = (x.reshape(*x_BTD.shape[:2], -1) for x in (q, k, v, z, b, a))
     return jnp.concatenate([q, k, v], axis=-1), z, b, a
 

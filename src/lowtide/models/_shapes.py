@@ -45,9 +45,9 @@ def _delta_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, Any]
     net, n, d = c.delta_net, c.num_layers, c.hidden_size
     assert net is not None
     heads = net.num_value_heads
-    sizes = {"qkv_proj": net.qkv_width, "z_proj": net.value_width, "b_proj": heads, "a_proj": heads}
+    sizes = {"qkv_proj": net.qkv_width, "z_proj": net.value_width, "beta": heads, "step": heads}
     if net.fused:
-        sizes = {"qkvz_proj": net.qkv_width + net.value_width, "ba_proj": 2 * heads}
+        sizes = {"qkvz_proj": net.qkv_width + net.value_width, "beta_step": 2 * heads}
     return {
         **{name: dense(size, d) for name, size in sizes.items()},
         "conv": {"weight": _array(n, net.qkv_width, 1, net.conv_size)},

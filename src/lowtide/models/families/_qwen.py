@@ -135,8 +135,11 @@ _DELTA_PARTS = {
 }
 
 
-def _delta_names(*projections: str) -> dict[str, str]:
-    return {**{f"layers/delta/{name}_proj": f"{_DELTA}.in_proj_{name}" for name in projections}, **_DELTA_PARTS}
+# The names of the two small matrices do not end with ``_proj``, so that defaults neither adapt nor quantise them.
+_DELTA_NAMES = {
+    **{f"layers/delta/{name}_proj": f"{_DELTA}.in_proj_{name}" for name in ("qkv", "z")},
+    **{"layers/delta/beta": f"{_DELTA}.in_proj_b", "layers/delta/step": f"{_DELTA}.in_proj_a", **_DELTA_PARTS},
+}
 
 
 _SHARED_NAMES = {
@@ -193,7 +196,7 @@ def _write_shared(config: DecoderConfig, **fields: str) -> dict[str, Any]:
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    names={**names(qk_norm=True), **_delta_names("qkv", "z", "b", "a")},
+    names={**names(qk_norm=True), **_DELTA_NAMES},
     fixed={"qk_norm": "head", "norm_offset": 1.0, "attention_gate": True},
     fields={"attention_bias": "attention_bias"},
     field_types={
@@ -223,7 +226,7 @@ QWEN3_5_MOE = dataclasses.replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    names={**QWEN3_MOE.names, **_delta_names("qkv", "z", "b", "a"), **_SHARED_NAMES},
+    names={**QWEN3_MOE.names, **_DELTA_NAMES, **_SHARED_NAMES},
     expert_parameters=expert_parameters(),
     field_types={
         **{**QWEN3_5.field_types, **EXPERT_TYPES, "num_experts": Count},
@@ -238,7 +241,10 @@ QWEN3_NEXT = dataclasses.replace(
     QWEN3_5_MOE,
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    names={**QWEN3_MOE.names, **_delta_names("qkvz", "ba"), **_SHARED_NAMES},
+    names={
+        **{**QWEN3_MOE.names, **_DELTA_PARTS, **_SHARED_NAMES},
+        **{"layers/delta/qkvz_proj": f"{_DELTA}.in_proj_qkvz", "layers/delta/beta_step": f"{_DELTA}.in_proj_ba"},
+    },
     field_types={**QWEN3_5_MOE.field_types, "norm_topk_prob": bool},
     defaults={
         **{**_MOE_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632},
