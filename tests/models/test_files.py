@@ -174,7 +174,9 @@ def test_unknown_models_are_refused(directory):
     ):
         load(directory)
     _edit_config(directory, hidden_act="silu", rope_scaling={"rope_type": "spiral", "factor": 2.0})
-    with pytest.raises(ModelFileError, match=r'rope_type must be "default", .* or "proportional", not \'spiral\'\nhint:'):
+    with pytest.raises(
+        ModelFileError, match=r'rope_type must be "default", .* or "proportional", not \'spiral\'\nhint:'
+    ):
         load(directory)
 
 

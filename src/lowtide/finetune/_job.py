@@ -388,8 +388,11 @@ def _matrices_of(parts: Collection[str]) -> Callable[[str, Any], bool] | None:
 
 
 def is_weight(path: str, leaf: Any) -> bool:
-    """Return whether a leaf is a parameter; integer leaves, such as the attention window of each layer, are data."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+    """Return whether a leaf is a parameter, and not data such as the attention window of each layer.
+
+    Gemma 4's ``layer_scalar`` gets no gradient. Weight decay would still change it, so it does not train.
+    """
+    return jnp.issubdtype(leaf.dtype, jnp.inexact) and not path.endswith("layer_scalar/weight")
 
 
 def _places(config: FinetuneConfig) -> dict[str, str]:

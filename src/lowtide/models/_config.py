@@ -108,7 +108,7 @@ class Experts:
     shared_gate: bool = False
     """Whether the output of the shared expert is multiplied by a sigmoid gate."""
     beside_mlp: bool = False
-    """Whether the experts are added to the MLP, with a norm of their own and a scaled router (Gemma 4)."""
+    """Whether the experts are added to the MLP, with separate norms and a scaled router (Gemma 4)."""
 
     def __post_init__(self) -> None:
         check_integer("shared_size", self.shared_size, 0)

@@ -290,7 +290,7 @@ def _finish(
     out_BTD, routing = mlp(layer, h_BTD, config)
     h_BTD = h_BTD + _scaled(_norm(layer, "mlp_post_norm", out_BTD, config), config.residual_multiplier)
     if config.layer_scale:
-        h_BTD = h_BTD * jax.lax.stop_gradient(layer["scale"]["weight"])[None, None].astype(h_BTD.dtype)
+        h_BTD = h_BTD * jax.lax.stop_gradient(layer["layer_scalar"]["weight"])[None, None].astype(h_BTD.dtype)
     return h_BTD, routing
 
 

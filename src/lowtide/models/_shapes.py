@@ -37,7 +37,7 @@ def _layer_shapes(c: DecoderConfig) -> dict[str, Any]:
     mixer = {"delta": _delta_shapes(c, dense)} if c.is_delta_net else {"attn": _attention_shapes(c, dense)}
     if c.experts is not None and c.experts.beside_mlp:
         norms += ["mlp_inner_norm", "experts_norm", "experts_post_norm"]
-    scale = {"scale": {"weight": _array(n, 1)}} if c.layer_scale else {}
+    scale = {"layer_scalar": {"weight": _array(n, 1)}} if c.layer_scale else {}
     return {**mixer, "mlp": _mlp_shapes(c, dense), **{name: {"weight": _array(n, d)} for name in norms}, **scale}
 
 

@@ -74,7 +74,7 @@ def gated_delta_rule(
 
     Memory:
         In the backward pass one state of ``H * X * Y * 4`` bytes per row for every 1,024 tokens, and the intermediate
-        arrays of 1,024 tokens. In time, the backward pass computes each span once more.
+        arrays of 1,024 tokens. The cost: the backward pass computes each span once more.
 
     Examples:
         >>> q = k = jnp.ones((1, 5, 1, 4))

@@ -189,7 +189,7 @@ GEMMA4 = Family(
         "layers/mlp_inner_norm": f"{LAYER}.post_feedforward_layernorm_1",
         "layers/experts_norm": f"{LAYER}.pre_feedforward_layernorm_2",
         "layers/experts_post_norm": f"{LAYER}.post_feedforward_layernorm_2",
-        "layers/scale/weight": f"{LAYER}.layer_scalar",
+        "layers/layer_scalar/weight": f"{LAYER}.layer_scalar",
         "layers/mlp/router": f"{LAYER}.router.proj",
         "layers/mlp/router/scale": f"{LAYER}.router.scale",
         "layers/mlp/router/expert_scale": f"{LAYER}.router.per_expert_scale",
