@@ -12,7 +12,10 @@ from lowtide import models
 from lowtide.finetune import write_merged
 from tests import peers
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 SIZES = {
     "vocab_size": 96,
@@ -29,6 +32,10 @@ SIZES = {
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}
 KINDS = {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}
+DELTA = {
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+}
 # Every family's logits are compared in test_families.py, and a cache with no cache in test_generate.py.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -37,6 +44,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
     "GptOss": {**MIXTURE, "head_dim": 16, "sliding_window": 8},
+    "Qwen3_5Text": DELTA,
+    "Qwen3Next": {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "Gemma4Text": {
+        **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"sliding_window": 8, "hidden_size_per_layer_input": 0, "layer_types": KINDS["layer_types"][1:3] * 2},
+    },
+    "SmolLM3": {},
+    "Ministral3": {"head_dim": 16},
 }
 PROMPTS = [[7, 5, 30, 9, 11], [*range(20, 39)]]  # one ends inside the window, one beyond it
 
@@ -59,7 +74,10 @@ def saved_by_transformers(family: str, peer: peers.Peer, path: Path) -> Path:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Phi3", "GptOss"])
+@pytest.mark.parametrize(
+    "family",
+    ["Llama", "Gemma3Text", "Phi3", "GptOss", "Qwen3_5Text", "Qwen3Next", "Gemma4Text", "SmolLM3", "Ministral3"],
+)
 def test_greedy_tokens_equal_those_of_transformers(family: str, peer: peers.Peer, tmp_path: Path) -> None:
     folder = saved_by_transformers(family, peer, tmp_path / "theirs")
 
@@ -84,7 +102,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, peer: peers.Peer
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3Moe", "Qwen3_5Text"])
 def test_transformers_reads_a_merged_directory_as_peft_computes(
     family: str, peer: peers.Peer, tiny_model_dir: str, tmp_path: Path
 ) -> None:
