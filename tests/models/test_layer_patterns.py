@@ -187,3 +187,31 @@ def test_parameters_on_the_host() -> None:
     want = jax.jit(jax.grad(lambda model: loss(model, batches[0])[0]))(model).layers
     got = gradients(hosted)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_aot
+def test_delta_nets_need_as_many_bytes_as_attention_and_grow_linearly() -> None:
+    """Qwen3.5-9B's shapes on an H100; `benchmarks/families.py` has the same figures for a TPU v5e."""
+    published = models.DecoderConfig(
+        **{"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 12288, "num_layers": 2, "num_heads": 16},
+        **{"num_kv_heads": 4, "head_dim": 256, "rotary_fraction": 0.25, "qk_norm": "head", "norm_offset": 1.0},
+        **{"attention_gate": True, "family": "qwen3_5_text"},
+    )
+    delta_net = models.DeltaNet(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
+
+    def temporaries(config: models.DecoderConfig, length: int) -> int:
+        def make() -> models.Decoder:
+            return models.init(config, key=jax.random.key(0), dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+
+        lora = lt.lora.Config(rank=16, alpha=32, targets="**/*_proj")
+        model = lt.lora.add(jax.eval_shape(make), lora, key=jax.random.key(0))
+        names = ("tokens", "labels", "segment_ids", "positions")
+        batch = {name: jax.ShapeDtypeStruct((1, length), jnp.int32) for name in names}
+        step = lt.value_and_grad(lambda model, batch: models.loss(model, batch, remat=True)[0], wrt="**/lora_*")
+        return lt.memory.analyze(step, model, batch, target="h100").device.temp_bytes
+
+    deltas = dataclasses.replace(published, delta_net=delta_net)
+    short, long = temporaries(deltas, 4096), temporaries(deltas, 8192)
+    assert short < 1.3 * temporaries(published, 4096)
+    assert long < 2.1 * short
