@@ -96,6 +96,14 @@ KINDS: dict[str, DecoderConfig] = {
             "num_global_kv_heads": None,
             "keys_as_values": False,
         },
+        "glm4_moe": {
+            **{"qk_norm": "head", "rotary_fraction": 0.5, "attention_bias": True, "attention_out_bias": False},
+            **{"num_layers": 5, "num_dense_layers": 2},
+            "experts": Experts(
+                **{"num_experts": 8, "num_experts_per_token": 3, "intermediate_size": 24, "shared_size": 48},
+                **{"sigmoid": True, "routed_scale": 2.5, "num_groups": 4, "num_chosen_groups": 2},
+            ),
+        },
         "phi3": {"head_dim": 8, "fused_projections": True, "rotary_fraction": 0.75, "rope_scaling": _LONG},
         "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "width"},
         "mixtral": {"experts": Experts(intermediate_size=48, **_EXPERTS)},

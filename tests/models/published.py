@@ -181,5 +181,5 @@ PARAMETERS = {
 
 PUBLISHED |= {name: entry["config"] for name, entry in RECENT.items()}
 PARAMETERS |= {name: entry["parameters"] for name, entry in RECENT.items()}
-NUM_STORED_SCALES = {"gemma-4-31b-it": 60, "gemma-4-26b-a4b-it": 30}
-"""Numbers in the files that multiply the outputs of layers. transformers does not count them as parameters."""
+NUM_BUFFERS = {"gemma-4-31b-it": 60, "gemma-4-26b-a4b-it": 30, "glm-4.5-air": 45 * 128}
+"""Numbers in the files that transformers does not count: factors of layers' outputs, and corrections of routers."""

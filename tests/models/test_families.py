@@ -29,6 +29,7 @@ ADAPTED = {
     "phi3": ("**/qkv_proj", "**/o_proj", "**/gate_up_proj"),
     "olmo2": ("layers/**/*_proj",),
     # PEFT 0.21 converts the names gate_proj, up_proj and down_proj to those of experts, also for the shared expert.
+    "glm4_moe": ("**/attn/*_proj",),  # for the reason of qwen3_next
     "gemma4_text experts": ("**/*_proj", "**/experts/*"),
     "qwen3_next": ("**/delta/{*_proj,beta_step}", "**/attn/*_proj"),
     "qwen3_5_text": ("**/*_proj", "**/delta/{beta,step}"),
@@ -43,6 +44,7 @@ WITH_GRADIENTS += [
     "ministral3",
     "gemma4_text",
     "gemma4_text experts",
+    "glm4_moe",
 ]
 
 

@@ -13,7 +13,7 @@ from lowtide import finetune, models
 from lowtide.core import ConfigError, SelectionError
 from lowtide.models._shapes import parameter_shapes
 
-from .published import NUM_STORED_SCALES, PARAMETERS, PUBLISHED
+from .published import NUM_BUFFERS, PARAMETERS, PUBLISHED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*only its text decoder is read"),
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def test_the_number_of_parameters_is_the_published_one(folder: Path, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["folder"]
     leaves = jax.tree.leaves(parameter_shapes(models.load_config(folder)))
-    count = sum(math.prod(leaf.shape) for leaf in leaves) - NUM_STORED_SCALES.get(name, 0)
+    count = sum(math.prod(leaf.shape) for leaf in leaves) - NUM_BUFFERS.get(name, 0)
     assert count == PARAMETERS[name]
 
 

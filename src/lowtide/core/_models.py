@@ -478,8 +478,13 @@ _LAYER_SLOT = re.compile(r"\{layer(?::(\d+)\+(\d+))?\}")
 
 
 def layer_slot(stride: int, offset: int) -> str:
-    """Return the text for the layer's index in an external name whose stack holds every `stride`-th layer."""
-    return "{layer}" if stride == 1 else f"{{layer:{stride}+{offset}}}"
+    """Return the text for the layer's index in an external name whose stack holds every `stride`-th layer.
+
+    The stride of a single layer is 0.
+    """
+    if stride == 0:
+        return str(offset)
+    return "{layer}" if (stride, offset) == (1, 0) else f"{{layer:{stride}+{offset}}}"
 
 
 def layer_indices(name: str, count: int) -> range | None:

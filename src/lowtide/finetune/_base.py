@@ -123,7 +123,10 @@ def with_implementation(model: models.Decoder, attention: str, tile_tokens: int 
 
 def formats(config: FinetuneConfig) -> dict[str, str] | None:
     """Return the argument `quantize` of `lowtide.models.load`, a dict from globs to formats; None: quantise nothing."""
-    by_glob = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
+    if config.quantize is None and config.quantize_embeddings is None:
+        return None
+    projections = models.load_config(directory_of(config)).projections
+    by_glob = {**dict.fromkeys(projections, config.quantize), "outer/**": config.quantize_embeddings}
     return {glob: format_name for glob, format_name in by_glob.items() if format_name is not None} or None
 
 

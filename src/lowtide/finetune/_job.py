@@ -184,6 +184,7 @@ def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
     With EVA the factors are random until `add_eva_adapter` initialises them; a target that it cannot initialise raises
     StructureError here, before any data is read.
     """
+    config = _with_leading_targets(config, base)
     if config.adapter is not None:
         with warnings.catch_warnings():
             if config.lora_dropout:  # the warning tells the user to set a dropout, and here it is set
@@ -217,10 +218,16 @@ def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) 
         for step in range(_NUM_EVA_BATCHES)
         for index in range(config.num_microbatches)
     ]
-    key = jax.random.key(config.seed)
+    key, config = jax.random.key(config.seed), _with_leading_targets(config, base)
     # EVA runs no backward pass, and reads the inputs of supervised tuning.
     loss_fn = objective_loss(dataclasses.replace(config, layers_per_remat=1), name="sft")
     return lora.eva(base, _lora_config(config), loss_fn, microbatches, key=key, has_aux=True)
+
+
+def _with_leading_targets(config: FinetuneConfig, base: models.Decoder) -> FinetuneConfig:
+    """Extend the default targets to leading layers, whose weights are not in the stack."""
+    is_default = config.targets == FinetuneConfig.targets
+    return dataclasses.replace(config, targets=base.config.projections) if is_default else config
 
 
 def _modules_to_save(config: FinetuneConfig) -> tuple[str, ...]:
@@ -390,9 +397,10 @@ def _matrices_of(parts: Collection[str]) -> Callable[[str, Any], bool] | None:
 def is_weight(path: str, leaf: Any) -> bool:
     """Return whether a leaf is a parameter, and not data such as the attention window of each layer.
 
-    Gemma 4's ``layer_scalar`` gets no gradient. Weight decay would still change it, so it does not train.
+    Gemma 4's ``layer_scalar`` and the router's ``correction`` of GLM-4.5 get no gradient. Weight decay would still
+    change them, so they do not train.
     """
-    return jnp.issubdtype(leaf.dtype, jnp.inexact) and not path.endswith("layer_scalar/weight")
+    return jnp.issubdtype(leaf.dtype, jnp.inexact) and not path.endswith(("layer_scalar/weight", "router/correction"))
 
 
 def _places(config: FinetuneConfig) -> dict[str, str]:

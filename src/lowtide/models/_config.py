@@ -107,11 +107,25 @@ class Experts:
     """Width of the hidden layer of the shared expert, which computes every token; 0: no shared expert."""
     shared_gate: bool = False
     """Whether the output of the shared expert is multiplied by a sigmoid gate."""
+    sigmoid: bool = False
+    """Whether scores are sigmoids, and a stored correction changes which experts are chosen (DeepSeek V3, GLM-4.5)."""
+    routed_scale: float = 1.0
+    """Factor of the weights of the chosen experts."""
+    num_groups: int = 1
+    """Number of groups of experts; with several groups, a token chooses experts of `num_chosen_groups` groups."""
+    num_chosen_groups: int = 1
+    """Number of groups from which a token chooses experts."""
     beside_mlp: bool = False
     """Whether the experts are added to the MLP, with separate norms and a scaled router (Gemma 4)."""
 
     def __post_init__(self) -> None:
         check_integer("shared_size", self.shared_size, 0)
+        check_number("routed_scale", self.routed_scale, above=0)
+        check_integer("number of groups of experts", self.num_groups)
+        check_integer("number of chosen groups of experts", self.num_chosen_groups, 1, self.num_groups)
+        if self.num_experts % self.num_groups or self.num_experts // self.num_groups < 2 * (self.num_groups > 1):
+            problem = f"{self.num_experts} experts cannot be divided into {self.num_groups} groups of two or more"
+            raise ConfigError(problem)
         check_integer("num_experts", self.num_experts)
         hint = "it must not be greater than num_experts"
         check_integer("num_experts_per_token", self.num_experts_per_token, 1, self.num_experts, hint=hint)
@@ -258,6 +272,8 @@ class DecoderConfig:
     """Whether query, key and value projections are one matrix, and gate and up projections another matrix (Phi-3)."""
     experts: Experts | None = None
     """Mixture of experts that replaces the MLPs, or None."""
+    num_dense_layers: int = 0
+    """Number of leading layers that have an MLP in place of experts; their weights are in ``outer/layers``."""
     module_prefix: str = "model."
     """Prefix of the decoder's module names in Hugging Face checkpoints and in adapters; longer in multimodal models."""
 
@@ -288,6 +304,7 @@ class DecoderConfig:
         self._check_layers()
 
     def _check_layers(self) -> None:
+        check_integer("num_dense_layers", self.num_dense_layers, 0, self.num_layers - 1)
         for name in ("sliding_layers", "delta_layers", "rotary_layers"):
             layers = getattr(self, name)
             if layers is not None and len(layers) != self.num_layers:
@@ -327,9 +344,21 @@ class DecoderConfig:
         return _pattern(self)
 
     @property
+    def leading(self) -> tuple[DecoderConfig, ...]:
+        """Configurations of the leading layers, whose parameters differ from those of all other layers."""
+        kinds = _kinds(self)[: self.num_dense_layers]
+        dense = dataclasses.replace(self, experts=None, num_dense_layers=0) if kinds else self
+        return tuple(_layer_config(dense, 1, *kind) for kind in kinds)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Globs that select the projections of all layers, which `quantize` and adapters select by default."""
+        return ("layers/**/*_proj", "outer/layers/**/*_proj")[: 1 + (self.num_dense_layers > 0)]
+
+    @property
     def num_groups(self) -> int:
         """Number of groups of layers (see `pattern`); the length of the stacks, and of `lowtide.LayerStack`."""
-        return self.num_layers // len(self.pattern)
+        return self.pattern[0].num_layers
 
     @property
     def windows(self) -> int | tuple[int | None, ...] | None:
@@ -361,14 +390,26 @@ class DecoderConfig:
                     raise ConfigError(f"{name} must have {count} values, one for each frequency, not {size}")
 
 
+def _kinds(config: DecoderConfig) -> list[tuple[bool, bool]]:
+    """Return for each layer whether it has a delta net, and whether it has a window."""
+    delta_layers = config.delta_layers or (config.delta_net is not None,) * config.num_layers
+    sliding_layers = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
+    return [*zip(delta_layers, sliding_layers, strict=True)]
+
+
 @functools.lru_cache
 def _pattern(config: DecoderConfig) -> tuple[DecoderConfig, ...]:
+    if count := config.num_dense_layers:
+        layers: dict[str, Any] = {
+            name: None if values is None else values[count:]
+            for name in ("sliding_layers", "delta_layers", "rotary_layers")
+            for values in (getattr(config, name),)
+        }
+        return _pattern(dataclasses.replace(config, num_layers=config.num_layers - count, num_dense_layers=0, **layers))
     is_global = (config.global_head_dim, config.num_global_kv_heads, config.keys_as_values) != (None, None, False)
-    delta_layers = config.delta_layers or (config.delta_net is not None,) * config.num_layers
-    if not is_global and len({*delta_layers}) == 1:
+    kinds = _kinds(config)
+    if not is_global and len({is_delta for is_delta, _ in kinds}) == 1:
         return (config,)
-    sliding_layers = config.sliding_layers or (config.sliding_window is not None,) * config.num_layers
-    kinds = [*zip(delta_layers, sliding_layers, strict=True)]
     divisors = (size for size in range(1, config.num_layers + 1) if config.num_layers % size == 0)
     size = next(size for size in divisors if kinds == kinds[:size] * (config.num_layers // size))
     return tuple(_layer_config(config, config.num_layers // size, *kind) for kind in kinds[:size])

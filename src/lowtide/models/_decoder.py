@@ -32,6 +32,7 @@ from ..core import (
     layer_slot,
     linear,
     num_layers,
+    recomputed,
     recomputed_layer,
     rows,
 )
@@ -157,12 +158,12 @@ class Decoder:
         ``{layer}`` stands for the layer's index. If `external_name` of the modules contains ``{expert}``, the parameter
         has shape [experts, out, in] with the modules concatenated along ``out``, otherwise [experts, in, out].
         """
-        table = family_of(self.config).expert_parameters
-        if len(self.config.pattern) == 1:
-            return dict(table)
+        table, first = family_of(self.config).expert_parameters, self.config.num_dense_layers
         count = len(self.config.pattern)
+        if count == 1:
+            return {name.replace("{layer}", layer_slot(1, first)): paths for name, paths in table.items()}
         return {
-            name.replace("{layer}", layer_slot(count, index)): tuple(
+            name.replace("{layer}", layer_slot(count, first + index)): tuple(
                 path.replace("layers/", f"layers/{block_name(index)}/", 1) for path in paths
             )
             for index in range(count)
@@ -176,9 +177,11 @@ class Decoder:
 
     @property
     def layer_strides(self) -> dict[str, tuple[int, int]]:
-        """Stride and first index of the layers in each stack, by path, for models with several layers per group."""
-        count = len(self.config.pattern)
-        return {f"layers/{block_name(index)}": (count, index) for index in range(count)} if count > 1 else {}
+        """Stride and first index of the layers in each stack, by path, unless one stack holds all layers."""
+        count, first = len(self.config.pattern), self.config.num_dense_layers
+        if count == 1:
+            return {"layers": (1, first)} if first else {}
+        return {f"layers/{block_name(index)}": (count, first + index) for index in range(count)}
 
     @property
     def table_names(self) -> frozenset[str]:
@@ -419,9 +422,11 @@ def stack_of(
     balanced_experts = experts if experts is not None and experts.router_loss_coef > 0 else None
 
     def first(outer: Tree, batch: Tree) -> Any:
-        h_BTD = rows(outer["embed"]["weight"], batch["tokens"], path="outer/embed").astype(dtype)
-        if config.embedding_scale != 1:
-            h_BTD = h_BTD * jnp.asarray(config.embedding_scale, dtype)
+        h_BTD = embed(outer, batch["tokens"], config, dtype)
+        for index, layer_config in enumerate(config.leading):
+            # A model has few leading layers, so the backward pass always recomputes them.
+            apply = jax.checkpoint(recomputed(functools.partial(apply_layer, layer_config)))
+            h_BTD = apply(outer["layers"][str(index)], h_BTD, batch)
         if balanced_experts is None:
             return h_BTD
         zeros = jnp.zeros((h_BTD.shape[0], balanced_experts.num_experts), jnp.float32)
@@ -444,7 +449,7 @@ def stack_of(
         h_BTD, routing = layer_forward(
             layer, h_BTD, positions, mask, layer_config, implementation=implementation, tile_tokens=tile_tokens
         )
-        if balanced_experts is None:
+        if balanced_experts is None or not isinstance(h, Routed):
             return h_BTD
         assert routing is not None
         return _add_routing(h, h_BTD, routing, segments)
@@ -461,6 +466,12 @@ def stack_of(
         return value + balanced_experts.router_loss_coef * router_loss, {"router_loss": router_loss}
 
     return LayerStack(first, block, last, running=("embed/weight", "lm_head/weight"))
+
+
+def embed(outer: Tree, tokens_BT: Array, config: DecoderConfig, dtype: Any) -> Array:
+    """Return the scaled embeddings of tokens, [B, T, D]."""
+    h_BTD = rows(outer["embed"]["weight"], tokens_BT, path="outer/embed").astype(dtype)
+    return h_BTD if config.embedding_scale == 1 else h_BTD * jnp.asarray(config.embedding_scale, dtype)
 
 
 def _add_routing(h: Routed, h_BTD: Array, routing: tuple[Array, Array], segments: Array | None) -> Routed:

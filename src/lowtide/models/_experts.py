@@ -82,10 +82,19 @@ def _mixture_on_device(
     """Compute `mixture` on one device; with `has_expert_axis`, gather the tokens of all devices along ``expert``."""
     router = mlp["router"]
     logits_BTE = linear(x_BTD if router_BTD is None else router_BTD, router["weight"], router.get("bias"))
-    probs_BTE = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
-    weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, experts.num_experts_per_token)
-    if experts.normalize:
-        weights_BTK = weights_BTK / jnp.sum(weights_BTK, axis=-1, keepdims=True)
+    scores = jax.nn.sigmoid if experts.sigmoid else jax.nn.softmax
+    probs_BTE = scores(logits_BTE.astype(jnp.float32))
+    if experts.sigmoid:
+        choice_BTE = probs_BTE + router["correction"].astype(jnp.float32)[None, None]
+        _, chosen_BTK = jax.lax.top_k(_mask_groups(choice_BTE, experts), experts.num_experts_per_token)
+        weights_BTK = jnp.take_along_axis(probs_BTE, chosen_BTK, axis=-1)
+    else:
+        weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, experts.num_experts_per_token)
+    if experts.normalize:  # sigmoids may all be zero
+        total_BT1 = jnp.sum(weights_BTK, axis=-1, keepdims=True)
+        weights_BTK = weights_BTK / (total_BT1 + 1e-20 if experts.sigmoid else total_BT1)
+    if experts.routed_scale != 1:
+        weights_BTK = weights_BTK * experts.routed_scale
     if "expert_scale" in router:
         weights_BTK = weights_BTK * router["expert_scale"].astype(jnp.float32)[chosen_BTK]
     counts_BTE = jnp.sum(jax.nn.one_hot(chosen_BTK, experts.num_experts, dtype=jnp.float32), axis=2)
@@ -102,6 +111,17 @@ def _mixture_on_device(
     out_BTD = _dispatch(mlp["experts"], x_BTD, weights_BTK, local_BTK, experts, activation)
     # The sum over devices adds up the outputs of all experts, and each device keeps the sums for its tokens.
     return jax.lax.psum_scatter(out_BTD, "expert", scatter_dimension=0, tiled=True), probs_BTE, counts_BTE
+
+
+def _mask_groups(choice_BTE: Array, experts: Experts) -> Array:
+    """Exclude experts outside of the best groups; a group's score is the sum of its two best experts (DeepSeek V3)."""
+    if experts.num_groups == 1:
+        return choice_BTE
+    groups = choice_BTE.reshape(*choice_BTE.shape[:2], experts.num_groups, -1)
+    scores_BTG = jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1)
+    _, best_BTC = jax.lax.top_k(scores_BTG, experts.num_chosen_groups)
+    is_best_BTG = jnp.max(jax.nn.one_hot(best_BTC, experts.num_groups), axis=2) > 0
+    return jnp.where(is_best_BTG[..., None], groups, -jnp.inf).reshape(choice_BTE.shape)
 
 
 def _dispatch(

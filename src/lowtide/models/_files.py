@@ -136,7 +136,9 @@ def load(
         # Selection by path: a weight that is already quantised counts as one leaf here.
         shapes = treedef.unflatten(likes)
         hosted = [False] * len(plans) if host is None else select(shapes, host)
-        formats = _formats(shapes, quantize)
+        formats = _formats(
+            shapes, dict.fromkeys(config.projections, quantize) if isinstance(quantize, str) else quantize
+        )
         for leaf_plan in plans:
             # Weights that the software left unquantised may be quantised.
             if leaf_plan.path in formats and any(isinstance(source, Packed) for source in leaf_plan.sources):
@@ -156,11 +158,10 @@ def load(
     return Decoder(params["outer"], with_settings(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
-def _formats(shapes: Tree, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
+def _formats(shapes: Tree, quantize: Mapping[str, str] | None) -> dict[str, Format]:
     """Return the format of each weight to quantise, by path; the first glob that matches applies."""
-    by_glob = {"layers/**/*_proj": quantize} if isinstance(quantize, str) else quantize or {}
     formats: dict[str, Format] = {}
-    for glob, name in by_glob.items():
+    for glob, name in (quantize or {}).items():
         form = format_named(name)
         formats = dict.fromkeys(matrices(shapes, glob), form) | formats
     return formats
@@ -193,7 +194,9 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
         shapes = jax.eval_shape(lambda: init(config, key=jax.random.key(0), **options))
         if scheme is None or scheme.form is None:
             return shapes
-        return quantize_leaves(shapes, "layers/**/*_proj", scheme.form.name, block=scheme.form.block)
+        for glob in config.projections:
+            shapes = quantize_leaves(shapes, glob, scheme.form.name, block=scheme.form.block)
+        return shapes
     with _open_plans(directory, config, scheme, dtype) as (plans, treedef, _):
         params = treedef.unflatten([leaf_plan.like for leaf_plan in plans])
     layers = jax.eval_shape(lambda layers: with_settings(layers, config), params["layers"])
@@ -269,6 +272,8 @@ def _open_weights(
                 for name, source in sources.items()
                 if not name.removeprefix("model.").startswith(family.ignored)
             }
+        if family.skips_extra_layers:
+            weights = {name: source for name, source in weights.items() if not _is_extra(name, config)}
         weights = _split_experts(weights, config)
         embedding = _embedding(config)
         if embedding not in weights and (bare := embedding.removeprefix(PREFIXES[0])) in weights:
@@ -298,6 +303,12 @@ def _open_plans(
             sources = [tensors[name] for _, name in _iter_names(path, config)]
             plans.append(_plan_leaf(path_str(path), sources, leaf.shape, leaf_dtype, default_dtype))
         yield plans, treedef, [*notes, *_dequantization_notes(plans)]
+
+
+def _is_extra(name: str, config: DecoderConfig) -> bool:
+    """Return whether a tensor belongs to a layer after the last one, which predicts a later token."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= config.num_layers
 
 
 def _split_experts(weights: Mapping[str, Source], config: DecoderConfig) -> Mapping[str, Source]:
@@ -484,10 +495,10 @@ def _iter_names(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, .
     leaf_path, stride, offset = split_block("/".join(entry.key for entry in path), config)
     module, _, leaf = leaf_path.rpartition("/")
     template = names[leaf_path] if leaf_path in names else f"{names[module]}.{leaf}"
-    sizes = [config.num_groups] if "{layer}" in template else []
+    sizes = [config.num_groups] if "{layer}" in template and stride else []
     sizes += [config.experts.num_experts] if config.experts is not None and "{expert}" in template else []
     for index in np.ndindex(*sizes):
-        layer, expert = (*index, 0, 0)[:2]
+        layer, expert = (*index, 0, 0)[:2] if stride else (0, *index, 0)[:2]
         yield index, template.format(layer=offset + stride * layer, expert=expert)
 
 
@@ -509,7 +520,7 @@ def _weight_files(directory: Path) -> list[Path]:
 def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directory: Path) -> None:
     # Compare counts first: a wrong config.json could ask for hundreds of millions of names below.
     experts_per_layer = 1 if config.experts is None or config.experts.clamped else config.experts.num_experts
-    if config.num_layers * experts_per_layer > len(tensors):
+    if (config.num_layers - config.num_dense_layers) * experts_per_layer > len(tensors):
         layers = f"{config.num_layers} layers" + (f" of {experts_per_layer} experts" if experts_per_layer > 1 else "")
         problem = f"{directory}: config.json requires {layers}, but the weights have only {len(tensors)} tensors"
         raise ModelFileError(problem, hint=_LACKING_HINT)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..core import ConfigError, NonFiniteError, Tree, check_integer, check_number, tree_bytes
 from ..ops import AttentionMask
 from ._config import DecoderConfig
-from ._decoder import Decoder, activations, head_logits, stack_of
+from ._decoder import Decoder, activations, embed, head_logits
 from ._layers import LayerCache, layer_forward
 from ._rope import frequencies_change
 from ._shapes import map_blocks
@@ -642,6 +642,8 @@ class _Cache:
     """0 in the padding of a row, 1 elsewhere, also in columns that are not yet written."""
     column: Int[Array, ""]
     """Next column to write."""
+    leading: tuple[tuple[Array, ...], ...] = ()
+    """Arrays of the leading layers, which are not stacked."""
 
 
 def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype: Any = "float32") -> int:
@@ -662,7 +664,11 @@ def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype
         ...                           num_kv_heads=1, head_dim=4), num_rows=3, length=10)
         1920
     """
-    return tree_bytes(map_blocks(lambda block: _entry_shapes(block, num_rows, length, compute_dtype), config))
+
+    def shapes(block: DecoderConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return _entry_shapes(block, num_rows, length, compute_dtype)
+
+    return tree_bytes((map_blocks(shapes, config), [*map(shapes, config.leading)]))
 
 
 def _entry_shapes(config: DecoderConfig, num_rows: int, length: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -687,7 +693,8 @@ def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> _Cache:
         entries: Any = tuple(map_blocks(lambda block: zeros(block, False), model.config) for _ in model.layers)
     else:
         entries = map_blocks(lambda block: zeros(block, True), model.config)
-    return _Cache(entries, segments_BS, jnp.int32(0))
+    leading = tuple(zeros(block, False) for block in model.config.leading)
+    return _Cache(entries, segments_BS, jnp.int32(0), leading)
 
 
 def prefill(
@@ -727,14 +734,16 @@ def _recompute_rows(
     rewound_cache = dataclasses.replace(cache, column=jnp.int32(0))
     mask = AttentionMask(segment_ids=cache.segments)
     _, new_cache = _apply_layers(model, tokens_BS, positions_BS, rewound_cache, mask, reads_cache=False)
-    axis = 0 if isinstance(model.layers, tuple) else 1
 
-    def merge(new: Array, old: Array) -> Array:
+    def merge(axis: int, new: Array, old: Array) -> Array:
         is_changed = jnp.expand_dims(mask_B, [index for index in range(new.ndim) if index != axis])
         return jnp.where(is_changed, new, old)
 
     # All rows are computed in one program, and rows that did not change keep their old entries.
-    return dataclasses.replace(cache, entries=jax.tree.map(merge, new_cache.entries, cache.entries))
+    stacked = functools.partial(merge, 0 if isinstance(model.layers, tuple) else 1)
+    entries = jax.tree.map(stacked, new_cache.entries, cache.entries)
+    leading = jax.tree.map(functools.partial(merge, 0), new_cache.leading, cache.leading)
+    return dataclasses.replace(cache, entries=entries, leading=leading)
 
 
 class _LayerEntries(LayerCache):
@@ -781,7 +790,12 @@ def _apply_layers(
 
     With `reads_cache`, tokens attend to the whole cache (step), otherwise only to each other (prefill).
     """
-    h_BTD = activations(stack_of(model.config, model.compute_dtype).first(model.outer, {"tokens": tokens_BT}))
+    h_BTD = embed(model.outer, tokens_BT, model.config, jnp.dtype(model.compute_dtype))
+    leading: list[tuple[Array, ...]] = []
+    for number, config in enumerate(model.config.leading):
+        layer_cache = _LayerEntries(cache.leading[number], cache.column, None, reads_cache)
+        h_BTD, _ = layer_forward(model.outer["layers"][str(number)], h_BTD, positions_BT, mask, config, layer_cache)
+        leading.append(layer_cache.entries)
 
     def apply_group(h_BTD: Array, layers: Tree, entries: Tree, index: Any = None) -> tuple[Array, Tree]:
         """Apply one group of layers; `entries` are those of the group or, with an `index`, of all groups."""
@@ -809,4 +823,4 @@ def _apply_layers(
         indices = jnp.arange(model.config.num_groups, dtype=jnp.int32)
         # The cache is in the carry, which XLA updates in place; as scan outputs its entries would be new arrays.
         h_BTD, entries = jax.lax.scan(scan_body, (h_BTD, cache.entries), (indices, model.layers))[0]
-    return h_BTD, _Cache(entries, cache.segments, cache.column + tokens_BT.shape[1])
+    return h_BTD, _Cache(entries, cache.segments, cache.column + tokens_BT.shape[1], tuple(leading))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, Any]:
     outer: dict[str, Any] = {"embed": {"weight": _array(config.vocab_size, d)}, "norm": {"weight": _array(d)}}
     if not config.tie_embeddings:
         outer["lm_head"] = {"weight": _array(config.vocab_size, d)}
+    if config.leading:
+        unstack = functools.partial(jax.tree.map, lambda leaf: _array(*leaf.shape[1:]))
+        outer["layers"] = {str(index): unstack(_layer_shapes(c)) for index, c in enumerate(config.leading)}
     return {"outer": outer, "layers": map_blocks(_layer_shapes, config)}
 
 
@@ -99,6 +103,7 @@ def _mlp_shapes(c: DecoderConfig, dense: Callable[..., Any]) -> dict[str, Any]:
             sizes = {"gate_proj": (shared, d), "up_proj": (shared, d), "down_proj": (d, shared)}
             mlp["shared"] = {name: dense(*size) for name, size in sizes.items()}
             mlp["shared"] |= {"gate": dense(1, d)} if c.experts.shared_gate else {}
+        mlp["router"] |= {"correction": _array(n, e)} if c.experts.sigmoid else {}
         return mlp
     sizes = {"gate_up": (d, 2 * f), "down": (f, d)}
     projections = {name: {"weight": _array(n, e, *s), "bias": _array(n, e, s[1])} for name, s in sizes.items()}
@@ -112,6 +117,7 @@ LAYER_SETTINGS = ("window", "rotates")
 def with_settings(layers: Tree, config: DecoderConfig) -> Tree:
     """Add the leaves `LAYER_SETTINGS` that the layers need; they are not parameters."""
     settings: dict[str, Any] = {}
+    config = config.pattern[0] if len(config.pattern) == 1 else config
     if len(config.pattern) == 1 and isinstance(config.windows, tuple):  # each stack of a pattern has one window
         settings["window"] = [NO_WINDOW if window is None else window for window in config.windows]
     if config.rotary_layers is not None and not all(config.rotary_layers):
@@ -145,9 +151,15 @@ def map_blocks(fn: Callable[..., Any], config: DecoderConfig, *layers: Tree) -> 
 
 
 def split_block(path: str, config: DecoderConfig) -> tuple[str, int, int]:
-    """Return a path without the position in the group, and the stride and first index of the stack's layers."""
-    root, _, rest = path.partition("/")
+    """Return a path without the position in the group, and the stride and first index of the stack's layers.
+
+    The stride of a leading layer, which is not stacked, is 0.
+    """
+    first, _, rest = path.partition("/")
+    if path.startswith("outer/layers/"):
+        index, _, module = rest.removeprefix("layers/").partition("/")
+        return f"layers/{module}", 0, int(index)
+    if len(config.pattern) == 1 or first != "layers":
+        return path, 1, config.num_dense_layers if first == "layers" else 0
     name, _, module = rest.partition("/")
-    if len(config.pattern) == 1 or root != "layers":
-        return path, 1, 0
-    return f"layers/{module}", len(config.pattern), int(name.removeprefix("block"))
+    return f"layers/{module}", len(config.pattern), config.num_dense_layers + int(name.removeprefix("block"))

@@ -106,9 +106,14 @@ def sites(model: Tree) -> list[Site]:
     leaves = leaves_with_paths(model, is_leaf=is_weight)
     strides: Mapping[str, tuple[int, int]] = getattr(model, "layer_strides", {})
     return [
-        Site(index=index, path=path, node=node, stride=strides.get("/".join(path.split("/")[:2]), (1, 0)))
+        Site(index=index, path=path, node=node, stride=_stride(path, strides))
         for index, (path, node) in enumerate(leaves)
     ]
+
+
+def _stride(path: str, strides: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    first, _, rest = path.partition("/")
+    return strides.get(f"{first}/{rest.partition('/')[0]}") or strides.get(first) or (1, 0)
 
 
 def adapted_sites(model: Tree) -> list[Site]:
@@ -202,7 +207,8 @@ def _all_linear(model: Tree) -> list[str]:
     paths: list[str] = []
     for site in sites(model) if isinstance(model, ExternalNames) else ():
         name = external_name(model, site)
-        if site.is_matrix and len(site.weight.shape) == 3 and name is not None and name.count("{") == 1:
+        is_layer = len(site.weight.shape) == 3 or "/layers/" in site.path
+        if site.is_matrix and is_layer and name is not None and name.count("{") == len(site.weight.shape) - 2:
             paths.append(site.path)
     if not paths:
         message = f'targets: "{_ALL_LINEAR}" needs a model that declares its linear layers with external_name'

@@ -131,6 +131,8 @@ class Family:
     """Values of ``layer_types`` in `config.json` that the family computes."""
     text_of: str | None = None
     """Architecture of a multimodal model whose text decoder belongs to this family."""
+    skips_extra_layers: bool = False
+    """Whether files hold layers after the last one, which predict later tokens; they are skipped."""
     ignored: tuple[str, ...] = IMAGE_MODULES
     """Beginnings of names, without `PREFIXES`, of tensors in checkpoints that are not part of the decoder."""
 

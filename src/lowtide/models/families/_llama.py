@@ -316,3 +316,60 @@ SEED_OSS = dataclasses.replace(
     },
     write=lambda config: {"attention_dropout": 0.0, "residual_dropout": 0.0},
 )
+
+# GLM-4.5: experts with sigmoid scores and a shared expert, after leading layers with an MLP; half of each head rotates.
+# Files hold one layer more, which predicts a later token.
+_GLM_EXPERTS = {
+    **{"num_experts": "n_routed_experts", "num_experts_per_token": "num_experts_per_tok"},
+    **{"intermediate_size": "moe_intermediate_size", "normalize": "norm_topk_prob"},
+    **{"routed_scale": "routed_scaling_factor", "num_groups": "n_group", "num_chosen_groups": "topk_group"},
+}
+
+
+def _read_glm4_moe(file: Any) -> dict[str, Any]:
+    sizes = {field: getattr(file, name) for field, name in _GLM_EXPERTS.items()}
+    shared_size = file.moe_intermediate_size * file.n_shared_experts
+    return {
+        "experts": Experts(**sizes, shared_size=shared_size, sigmoid=True),
+        "qk_norm": "head" if file.use_qk_norm else "none",
+    }
+
+
+def _write_glm4_moe(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        **{name: getattr(experts, field) for field, name in _GLM_EXPERTS.items()},
+        **{"n_shared_experts": experts.shared_size // experts.intermediate_size},
+        **{"use_qk_norm": config.qk_norm == "head", "partial_rotary_factor": config.rotary_fraction},
+    }
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    names={
+        **names(qk_norm=True),
+        "layers/mlp/router": f"{MLP}.gate",
+        "layers/mlp/router/correction": f"{MLP}.gate.e_score_correction_bias",
+        **{f"layers/mlp/experts/{name}": f"{MLP}.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
+        **{f"layers/mlp/shared/{name}_proj": f"{MLP}.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+    },
+    expert_parameters=expert_parameters(),
+    fixed={"attention_out_bias": False},
+    fields={"attention_bias": "attention_bias", "num_dense_layers": "first_k_dense_replace"},
+    field_types={
+        **{"attention_bias": bool, "use_qk_norm": bool, "norm_topk_prob": bool, "partial_rotary_factor": Fraction},
+        **{"n_routed_experts": Count, "num_experts_per_tok": Count, "moe_intermediate_size": Size},
+        **{"n_shared_experts": Count, "n_group": Count, "topk_group": Count, "routed_scaling_factor": Multiplier},
+        **{"first_k_dense_replace": LayerIndex, "num_nextn_predict_layers": Any, "num_mtp_layers": Any},
+    },
+    defaults={
+        **{"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+        **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1},
+        **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+    },
+    skips_extra_layers=True,
+    read=_read_glm4_moe,
+    write=_write_glm4_moe,
+)
