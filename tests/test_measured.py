@@ -66,6 +66,15 @@ def test_whether_eight_billion_parameters_fit():
             assert gib(row["device_bytes"], 1) in cell or cell.strip() == "no"
 
 
+def test_whether_qwen_and_gemma_fit():
+    cases = json.loads((RESULTS / "families.json").read_text())["cases"]
+    quantized = [row for row in cases["tune"] if row["method"] == "QLoRA"]
+    for row, cell in zip(quantized, find_cells("Qwen 3.5 9B"), strict=True):
+        assert cell.strip() == f"fits: {gib(row['device_bytes'], 1)}" and row["fits"]
+    (gemma,) = cases["experts"]
+    assert f"LoRA on Gemma 4 26B-A4B needs {gib(gemma['device_bytes'], 1)}" in README and gemma["fits"]
+
+
 def find_cells(label):
     (line,) = [line for line in README.splitlines() if line.startswith(f"| {label}")]
     return line.split("|")[2:5]
