@@ -81,7 +81,12 @@ KINDS: dict[str, DecoderConfig] = {
         "smollm3": {"rotary_layers": (True, False, True, True), "tie_embeddings": True},
         "ministral3": {"rope_scaling": dataclasses.replace(_YARN, llama_4_scaling_beta=0.3, attention_factor=1.0)},
         "granite": {
-            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_scale": 0.3},
+            **{
+                "embedding_multiplier": 12.0,
+                "residual_multiplier": 0.22,
+                "logits_scaling": 8.0,
+                "attention_scale": 0.3,
+            },
             "head_dim": 8,
         },
         "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 16},

@@ -95,6 +95,10 @@ def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> N
         ("granite", {"residual_multiplier": 0.0}, "residual_multiplier"),
         ("llama", {"residual_multiplier": 0.5}, "'residual_multiplier'"),
         ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window is off"),
+        ("gemma4_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters must have one entry"),
+        ("gemma4_text", {"num_global_key_value_heads": 3}, "num_global_kv_heads must be a divisor"),
+        ("ministral3", {"rope_scaling": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta needs rope_type yarn"),
         ("mistral", {"rope_scaling": {**FILES["ministral3"]["rope_scaling"]}}, "'llama_4_scaling_beta'"),
     ],
 )
@@ -133,6 +137,36 @@ def test_older_names_of_a_familys_rotary_scaling_are_read(old_name: str) -> None
     assert config_from_hf(file, "config.json") == config_from_hf(FILES["phi3"], "config.json")
     with pytest.raises(ModelFileError, match="hint: choose another model"):  # Qwen 3 has no such older names
         config_from_hf({**FILES["qwen3"], "rope_scaling": file["rope_scaling"]}, "config.json")
+
+
+def test_rotary_settings_of_transformers_5_and_their_defaults() -> None:
+    phi = {name: value for name, value in FILES["phi3"].items() if name != "partial_rotary_factor"}
+    scaling = {**phi.pop("rope_scaling"), "partial_rotary_factor": 0.75, "rope_theta": phi.pop("rope_theta")}
+    assert config_from_hf({**phi, "rope_parameters": scaling}, "config.json") == KINDS["phi3"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.25}
+    read = config_from_hf({**FILES["qwen3_5_text"], "rope_scaling": None, "rope_parameters": yarn}, "config.json")
+    assert (read.rotary_fraction, read.rope_scaling and read.rope_scaling.factor) == (0.25, 4.0)
+    # Without settings, transformers uses those of its classes.
+    gemma = {name: value for name, value in FILES["gemma4_text"].items() if name != "rope_parameters"}
+    read = config_from_hf(gemma, "config.json")
+    assert (read.rope_scaling and read.rope_scaling.partial_rotary_factor, read.rope_theta) == (0.25, 1e6)
+    ministral = {
+        name: value for name, value in FILES["ministral3"].items() if name not in ("rope_scaling", "rope_theta")
+    }
+    read = config_from_hf(ministral, "config.json")
+    assert (read.rope_scaling and read.rope_scaling.llama_4_scaling_beta, read.rope_theta) == (0.1, 1e6)
+
+
+def test_equal_computations_are_written() -> None:
+    for kind, changes in {
+        "qwen3_5_text": {"delta_layers": None},
+        "smollm3": {"rotary_layers": None},
+        "gemma4_text": {"global_head_dim": None, "num_global_kv_heads": 2},
+    }.items():
+        config = dataclasses.replace(KINDS[kind], **changes)
+        assert parameter_shapes(config_from_hf(config_to_hf(config, "float32"), "config.json")) == parameter_shapes(
+            config
+        )
 
 
 @pytest.mark.parametrize(("kind", "name"), [("llama", "attention_dropout"), ("phi3", "embd_pdrop")])

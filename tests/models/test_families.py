@@ -124,7 +124,7 @@ def test_logits_with_padding_packing_and_beyond_the_window(kind: str, peer: peer
     assert np.isnan(difference).any(axis=-1).sum() == 3  # the recorded positions of padding
     got = logits(ours, jnp.asarray(sequences[1]))[:, 4::5]
     assert np.abs(want["long"] - got).max() < 1e-4
-    assert np.abs(want["long"]).max() > 0.5
+    assert np.abs(want["long"]).max() > (0.5 if KINDS[kind].logits_scaling == 1 else 0.05)
     if KINDS[kind].rope_scaling is not None:  # Frequencies may depend on the length.
         assert np.abs(want["short"] - logits(ours, jnp.asarray(sequences[0]))).max() < 1e-4
 

@@ -14,7 +14,9 @@ import pytest
 
 import lowtide as lt
 from lowtide import models
+from lowtide.core import ConfigError
 from lowtide.distributed import ShardingRules, make_mesh
+from lowtide.models._generation import empty_cache
 from lowtide.offload import layerwise_step
 
 from .kinds import KINDS
@@ -187,6 +189,51 @@ def test_parameters_on_the_host() -> None:
     want = jax.jit(jax.grad(lambda model: loss(model, batches[0])[0]))(model).layers
     got = gradients(hosted)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+@pytest.mark.slow_after(3)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
+def test_conversations_continue_and_go_back(kind: str) -> None:
+    model = models.init(KINDS[kind], key=jax.random.key(1))
+    options: dict[str, Any] = {"key": jax.random.key(0), "sampling": models.Sampling(temperature=0)}
+    prompt = [5, 9, 13, 17, 3]
+    want = [*models.stream(model, prompt, 9, **options)]
+    conversation = models.Conversation(model)
+    first = [*conversation.stream(prompt, 4, **options)]
+    assert first + [*conversation.stream(prompt + first, 5, **options)] == want
+    # A state cannot go back to an earlier token, so the text is processed again.
+    assert [*conversation.stream(prompt, 3, **options)] == want[:3]
+    assert models.cache_bytes(model.config, 1, 64) == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(empty_cache(model, jnp.ones((1, 64), jnp.int32))) if leaf.ndim > 2
+    )
+
+
+@pytest.mark.slow_after(2)
+def test_layers_of_full_attention_alone_need_no_state() -> None:
+    config = dataclasses.replace(KINDS["qwen3_5_text"], delta_layers=(False,) * 4)
+    model = models.init(config, key=jax.random.key(0))
+    assert "attn" in model.layers and not config.has_state
+    assert len([*models.stream(model, [3, 4], 3, key=jax.random.key(0))]) == 3
+
+
+def test_adapters_of_some_layers_leave_other_stacks_alone() -> None:
+    model, _ = setup()
+    config = lt.lora.Config(rank=2, targets="**/*_proj", layers=[1, 3])
+    adapted = lt.lora.add(model, config, key=jax.random.key(0))
+    paths = {match.path for match in lt.lora.report(adapted).matched}
+    assert paths and all(path.startswith("layers/block1/") for path in paths)
+    scale = adapted.layers["block1"]["attn"]["q_proj"]["weight"].layer_scale
+    np.testing.assert_array_equal(scale, [1, 1, 0, 0])
+    with pytest.raises(ConfigError, match=r"0 is not a layer (.|\n)*hint: the targets are in layers \[1, 3, 5, 7\]"):
+        lt.lora.add(model, lt.lora.Config(rank=2, targets="**/q_proj", layers=[0]), key=jax.random.key(0))
+
+
+def test_hidden_states_are_not_divided_as_logits() -> None:
+    model = models.init(KINDS["granite"], key=jax.random.key(0))
+    tokens = jnp.arange(6)[None]
+    hidden = models.hidden_states(model, tokens)
+    want = jnp.einsum("btd,vd->btv", hidden, model.outer["lm_head"]["weight"]) / 8
+    np.testing.assert_allclose(models.logits(model, tokens), want, atol=1e-6)
 
 
 @pytest.mark.slow

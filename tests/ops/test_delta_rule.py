@@ -163,7 +163,12 @@ def test_a_short_convolution_reads_its_own_document() -> None:
 def test_mistakes_are_named() -> None:
     values = inputs(4)
     with pytest.raises(ConfigError, match="3 value heads are no multiple of 2 key heads"):
-        gated_delta_rule(**{name: x if name in ("q", "k") else x[:, :, :3] for name, x in values.items()})
+        gated_delta_rule(**{name: x if name in ("q", "k", "state") else x[:, :, :3] for name, x in values.items()})
+    for name, wrong in (("k", values["k"][:, :3]), ("beta", values["beta"][..., :1]), ("v", values["v"][:, :0])):
+        with pytest.raises(ConfigError, match="gated_delta_rule: . has shape|gated_delta_rule: [a-z_]* has shape"):
+            gated_delta_rule(**{**values, name: wrong})
+    with pytest.raises(ConfigError, match="segment_ids has shape"):
+        gated_delta_rule(**values, segment_ids=jnp.zeros(4, jnp.int32))
     with pytest.raises(ConfigError, match="chunk_size of gated_delta_rule"):
         gated_delta_rule(**values, chunk_size=0)
 
@@ -180,5 +185,6 @@ def test_arithmetic_is_that_of_the_chunks() -> None:
     # corrections, update, scores times corrections, and queries times the state.
     per_value = 10 * chunk**3 + 3 * chunk * chunk * dim + 3 * chunk * dim * dim
     want = 2 * (length // chunk) * (keys * 2 * chunk * chunk * dim + values * per_value)
-    got = jaxpr_flops(make_jaxpr(lambda values: gated_delta_rule(**values)[0])(published(length)))
+    closed, _ = make_jaxpr(lambda values: gated_delta_rule(**values)[0])(published(length))
+    got = jaxpr_flops(closed)
     assert got == pytest.approx(want, rel=0.15)

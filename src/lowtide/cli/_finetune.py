@@ -371,7 +371,11 @@ def _attention(base: Any, config: Any) -> str:
 
     from ..ops import IMPLEMENTATIONS, AttentionMask, attention_implementation
 
-    model_config, ids = base.config, jnp.zeros((1, 1), jnp.int32)
+    blocks, ids = base.config.pattern, jnp.zeros((1, 1), jnp.int32)
+    # The layers that read the most tokens; layers of other kinds may have other heads and windows.
+    model_config = next((block for block in reversed(blocks) if not block.is_delta_net), None)
+    if model_config is None:
+        return "none: all layers are delta nets"
     # If the layers have different windows, the step traces the window.
     windows = jnp.int32(1) if isinstance(model_config.windows, tuple) else model_config.windows
     options: dict[str, Any] = {"soft_cap": model_config.attention_soft_cap, "has_sinks": model_config.attention_sinks}

@@ -327,9 +327,9 @@ def recomputed_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
         return layer
 
     def named(params: Tree, h: Tree, *args: Any) -> Any:
+        # `prevent_cse` stays True: otherwise XLA could merge the recomputation with the forward pass of the block.
         return jax.checkpoint(layer)(params, jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER_INPUT), h), *args)
 
-    # Without the barriers of `prevent_cse`, XLA could merge the recomputation with the forward pass of the same block.
     return named
 
 

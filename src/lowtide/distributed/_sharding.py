@@ -43,7 +43,7 @@ from ..core import (
 STAGE = "stage"
 """Mesh axis of pipelines."""
 # PyTorch stores a projection as ``weight`` [out, in], Flax and Keras as ``kernel`` [in, out].
-_COLUMN = r"(?:.*/)?(?:[qkv]_proj|qkv_proj|gate_proj|up_proj|gate_up_proj|fc1|c_fc|embed|embed_tokens|lm_head)"
+_COLUMN = r"(?:.*/)?(?:[qkvz]_proj|qkvz?_proj|gate_proj|up_proj|gate_up_proj|fc1|c_fc|embed|embed_tokens|lm_head)"
 _ROW = r"(?:.*/)?(?:o_proj|out_proj|down_proj|fc2|c_proj)"
 _DEFAULT_TENSOR_DIMS = (
     (rf"{_COLUMN}/weight(?:/weight)?", -2),

@@ -135,8 +135,11 @@ def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
 
     `open_base` separately refuses `quantize` for a model that is already quantised.
     """
-    num_layers = models.load_config(directory).num_groups
-    hint = f"{directory} has {num_layers} layers; about their root takes the fewest bytes: {round(num_layers**0.5)}"
+    model_config = models.load_config(directory)
+    num_layers = model_config.num_groups
+    size = len(model_config.pattern)
+    kind = "layers" if size == 1 else f"groups of {size} layers"
+    hint = f"{directory} has {num_layers} {kind}; about their root takes the fewest bytes: {round(num_layers**0.5)}"
     check_integer("layers_per_remat", config.layers_per_remat, 1, num_layers, hint=hint)
     method = models.quantization_of(directory)
     if method is None:

@@ -226,15 +226,19 @@ def _inspect_model(folder: Path) -> Inspection:
         problems += _format_problems(foreign_files)
     tensors = _read_headers(files)
     num_tensors = len(tensors)
-    if raw.get("quantization_config") and files and expected_parameters is not None:
-        facts["quantization"] = {"method": models.quantization_of(folder)}
+    is_quantized = bool(raw.get("quantization_config"))
+    if files and expected_parameters is not None:
         try:
-            weights = models.stored_weights(folder)  # the tensors of one weight (codes, scales) under its name
+            # The tensors of one weight (codes, scales) under its name, without those that loading skips.
+            with warnings.catch_warnings(action="ignore"):
+                weights = models.stored_weights(folder)
             tensors = {name: (weight.format, weight.shape) for name, weight in weights.items()}
-            facts["quantization"] |= _bits_per_weight(weights)
+            if is_quantized:
+                method = models.quantization_of(folder)
+                facts["quantization"] = {"method": method, **_bits_per_weight(weights)}
         except ModelFileError as error:
             problems.append(_message(error))
-    else:
+    if not is_quantized:
         problems += _dtype_problems(tensors)
     tied = {_HEAD} & tensors.keys() if is_tied and "model.embed_tokens.weight" in tensors else set[str]()
     if tied:
@@ -265,6 +269,8 @@ def _attention_facts(config: Any) -> dict[str, str]:
         "H100": {"platform": "gpu", "capability": (9, 0), "cudnn_version": 91400},
         "v5e": {"platform": "tpu"},
     }
+    # The layers that read the most tokens; layers of other kinds may have other heads and windows.
+    config = next((block for block in reversed(config.pattern) if not block.is_delta_net), config)
     has_windows = config.window_sizes is not None
     for chip, device in chips.items():
         for rows, segments in (("", "none"), (", packed rows", "shared")):

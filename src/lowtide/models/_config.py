@@ -316,7 +316,17 @@ class DecoderConfig:
             raise ConfigError("layers with a delta net need the sizes of a delta net")
         if self.delta_net is not None and self.rope_scaling and self.rope_scaling.rope_type in ("dynamic", "longrope"):
             problem = f"a model with a delta net cannot have the RoPE type {self.rope_scaling.rope_type}"
-            raise ConfigError(f"{problem}: generation recomputes its keys, and could not recompute the states")
+            hint = "use yarn; with this type, longer texts would need other states of the delta nets"
+            raise ConfigError(problem, hint=hint)
+        if self.attention_gate and self.fused_projections:
+            raise ConfigError("attention_gate needs separate projections", hint="set fused_projections to False")
+        if self.num_global_kv_heads is not None and self.num_heads % self.num_global_kv_heads:
+            problem = f"num_global_kv_heads must be a divisor of num_heads = {self.num_heads}"
+            raise ConfigError(f"{problem}, not {self.num_global_kv_heads}")
+        if self.global_head_dim is not None and (self.global_head_dim < 2 or self.global_head_dim % 2):
+            raise ConfigError(f"global_head_dim must be even, not {self.global_head_dim}")
+        if self.rotary_layers is not None and len(self.pattern) > 1:
+            raise ConfigError("rotary_layers needs layers with equal parameters", hint="leave rotary_layers out")
 
     @property
     def embedding_scale(self) -> float:
@@ -332,6 +342,11 @@ class DecoderConfig:
     def is_delta_net(self) -> bool:
         """Whether all layers have a delta net in place of attention."""
         return self.delta_net is not None and (self.delta_layers is None or all(self.delta_layers))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether some layers have a delta net, which keeps a state and not its past inputs."""
+        return any(config.is_delta_net for config in (*self.leading, *self.pattern))
 
     @property
     def pattern(self) -> tuple[DecoderConfig, ...]:
@@ -409,7 +424,11 @@ def _pattern(config: DecoderConfig) -> tuple[DecoderConfig, ...]:
     is_global = (config.global_head_dim, config.num_global_kv_heads, config.keys_as_values) != (None, None, False)
     kinds = _kinds(config)
     if not is_global and len({is_delta for is_delta, _ in kinds}) == 1:
-        return (config,)
+        return (
+            (config,)
+            if kinds[0][0] or config.delta_net is None
+            else (dataclasses.replace(config, delta_net=None, delta_layers=None),)
+        )
     divisors = (size for size in range(1, config.num_layers + 1) if config.num_layers % size == 0)
     size = next(size for size in divisors if kinds == kinds[:size] * (config.num_layers // size))
     return tuple(_layer_config(config, config.num_layers // size, *kind) for kind in kinds[:size])

@@ -146,7 +146,13 @@ def _differences(config: DecoderConfig, reread: DecoderConfig) -> dict[str, tupl
         out_bias = decoder.attention_bias if decoder.attention_out_bias is None else decoder.attention_out_bias
         scale = decoder.head_dim**-0.5 if decoder.attention_scale is None else decoder.attention_scale
         fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
-        resolved = {"attention_out_bias": out_bias, "attention_scale": round(scale, 12), "module_prefix": None}
+        count = decoder.num_layers
+        lists = {
+            "delta_layers": decoder.delta_layers or (decoder.delta_net is not None,) * count,
+            "rotary_layers": decoder.rotary_layers or (True,) * count,
+            "global_head_dim": decoder.global_head_dim or decoder.head_dim,
+        }
+        resolved = {**lists, "attention_out_bias": out_bias, "attention_scale": round(scale, 12), "module_prefix": None}
         return fields | resolved | {"sliding_window": decoder.windows, "sliding_layers": None}
 
     values, other_values = resolved_fields(config), resolved_fields(reread)
@@ -186,14 +192,18 @@ def _split_rope(raw: Mapping[str, Any], family: Family, filename: str) -> dict[s
     all layers have one type, transformers 5 adds ``rope_theta`` (null) and ``rope_type`` (default); both are ignored.
     """
     flat = dict(raw)
-    entry: Any = raw.get("rope_parameters")
+    if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None and family.rope_defaults:
+        flat["rope_parameters"] = dict(family.rope_defaults)
+    entry: Any = flat.get("rope_parameters")
     rope: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
     if family.has_local_rope and set(rope) & set(_LAYER_TYPES):
         extra = {name: value for name, value in rope.items() if name not in _LAYER_TYPES and value is not None}
         if extra.pop("rope_type", "default") != "default" or extra:
             problem = f"{filename}: rope_parameters has keys other than {' and '.join(_LAYER_TYPES)}"
             raise ModelFileError(problem, got=shortened(rope), hint=_WRONG_LOGITS)
-        flat["rope_parameters"], flat["local_rope"] = (rope.get(name) for name in _LAYER_TYPES)
+        flat["rope_parameters"], flat["local_rope"] = (
+            rope.get(name) or family.rope_defaults.get(name) for name in _LAYER_TYPES
+        )
         if flat["local_rope"] is None:
             del flat["local_rope"]
     return flat
@@ -242,10 +252,15 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, filename: s
         problem = f"{filename}: {family.architecture} has no rope_type 'proportional'"
         raise ModelFileError(problem, hint=_WRONG_LOGITS)
     check(f"{filename}: rope_type of sliding-window layers", local_type, ("default",))
+    if rope_type != "yarn" and rope.llama_4_scaling_beta:
+        problem = f"{filename}: llama_4_scaling_beta needs rope_type yarn, not {rope_type}"
+        raise ModelFileError(problem, hint=_WRONG_LOGITS)
     if rope_type == "default":
         return None
     type_fields = {name for names in ROPE_FIELDS.values() for name in names}
     rope_values = rope.model_dump(exclude_none=True)  # also has unknown fields, all of which are off
+    if rope_type != "proportional":  # elsewhere the fraction is that of the rotated dimensions
+        rope_values.pop("partial_rotary_factor", None)
     arguments = {name: value for name, value in rope_values.items() if name in {"factor", *type_fields}}
     original = rope.original_max_position_embeddings or file.original_max_position_embeddings
     if rope_type == "proportional":

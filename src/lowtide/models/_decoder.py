@@ -40,7 +40,7 @@ from ..losses import chunked_cross_entropy, chunked_log_probs
 from ..ops import AttentionMask, Implementation
 from ._config import DecoderConfig
 from ._experts import balance_loss
-from ._layers import layer_forward, rms_norm
+from ._layers import layer_forward, rms_norm, scaled
 from ._shapes import block_name, parameter_shapes, split_block, with_settings
 from .families import family_of
 from .families._family import PREFIXES
@@ -105,11 +105,11 @@ class Decoder:
 
     def head_inputs(self, h: Any) -> tuple[Float[Array, "B T D"], Any]:
         """Return the activations that enter the head, from the last layer's output, and the head's weight [V, D]."""
-        return _head_input(h, self.outer, self.config), _head_weight(self.outer)
+        return _head_input(h, self.outer, self.config, for_logits=True), _head_weight(self.outer)
 
     def scores(self, h: Any) -> Float[Array, "B T C"]:
         """Return the outputs of the head of `with_score_head` at every position, in float32; `h` as in `log_probs`."""
-        return linear(self.head_inputs(h)[0], self.outer["score"]["weight"]).astype(jnp.float32)
+        return linear(_head_input(h, self.outer, self.config), self.outer["score"]["weight"]).astype(jnp.float32)
 
     def external_name(self, path: str) -> str:
         """Return the Hugging Face name of a module, with ``{layer}`` for the index of a stacked layer.
@@ -280,7 +280,7 @@ def hidden_states(
     Raises:
         StructureError, ConfigError: as in `Decoder.stack`.
     """
-    return model.head_inputs(_hidden(model, tokens, segment_ids, positions))[0]
+    return _head_input(_hidden(model, tokens, segment_ids, positions), model.outer, model.config)
 
 
 def _hidden(model: Decoder, tokens: Array, segment_ids: Array | None, positions: Array | None) -> Any:
@@ -455,7 +455,7 @@ def stack_of(
         return _add_routing(h, h_BTD, routing, segments)
 
     def last(outer: Tree, h: Any, batch: Tree) -> tuple[Array, dict[str, Array]]:
-        h_BTD = _head_input(h, outer, config)
+        h_BTD = _head_input(h, outer, config, for_logits=True)
         value = chunked_cross_entropy(h_BTD, _head_weight(outer), batch["labels"], soft_cap=config.final_soft_cap)
         if balanced_experts is None:
             return value, {}
@@ -471,7 +471,9 @@ def stack_of(
 def embed(outer: Tree, tokens_BT: Array, config: DecoderConfig, dtype: Any) -> Array:
     """Return the scaled embeddings of tokens, [B, T, D]."""
     h_BTD = rows(outer["embed"]["weight"], tokens_BT, path="outer/embed").astype(dtype)
-    return h_BTD if config.embedding_scale == 1 else h_BTD * jnp.asarray(config.embedding_scale, dtype)
+    if config.scale_embedding:  # Gemma rounds this factor to the dtype of the activations
+        return h_BTD * jnp.asarray(config.embedding_scale, dtype)
+    return scaled(h_BTD, config.embedding_scale)
 
 
 def _add_routing(h: Routed, h_BTD: Array, routing: tuple[Array, Array], segments: Array | None) -> Routed:
@@ -483,10 +485,10 @@ def _add_routing(h: Routed, h_BTD: Array, routing: tuple[Array, Array], segments
     return Routed(h_BTD, h.probs + probs, h.counts + counts)
 
 
-def _head_input(h: Any, outer: Tree, config: DecoderConfig) -> Array:
+def _head_input(h: Any, outer: Tree, config: DecoderConfig, *, for_logits: bool = False) -> Array:
     h_BTD = rms_norm(activations(h), outer["norm"]["weight"], config)
     # Logits are linear in the activations, so dividing the activations divides the logits.
-    return h_BTD if config.logits_scaling == 1 else h_BTD / jnp.asarray(config.logits_scaling, h_BTD.dtype)
+    return scaled(h_BTD, 1 / config.logits_scaling) if for_logits else h_BTD
 
 
 def _head_weight(outer: Tree) -> Any:

@@ -68,7 +68,7 @@ from ._safetensors import (
 )
 from ._shapes import parameter_shapes, split_block, with_settings, without_settings
 from .families import family_of
-from .families._family import IMAGE_MODULES, PREFIXES
+from .families._family import PREFIXES
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -262,24 +262,19 @@ def _open_weights(
         yield map_tensors(file, layers=config.num_layers, experts=experts, heads=heads, names=names)
         return
     with open_tensors(_weight_files(directory)) as sources:
-        weights = sources
-        family = family_of(config)
-        if family.text_of is not None or family.ignored != IMAGE_MODULES:
-            # Drop what is not part of the decoder, and rename the rest as in a text model. transformers 4 prefixes
-            # "language_model." to a name, and transformers 5 puts it after "model.".
-            weights = {
-                re.sub(r"^(model\.)?language_model\.", r"\1", name): source
-                for name, source in sources.items()
-                if not name.removeprefix("model.").startswith(family.ignored)
-            }
-        if family.skips_extra_layers:
-            weights = {name: source for name, source in weights.items() if not _is_extra(name, config)}
+        # transformers 4 prefixes "language_model." to the names of a multimodal model's text model, and transformers 5
+        # puts it after "model.".
+        is_nested = family_of(config).text_of is not None
+        weights = {
+            re.sub(r"^(model\.)?language_model\.", r"\1", name) if is_nested else name: source
+            for name, source in sources.items()
+            if not _is_skipped(name, config)
+        }
         weights = _split_experts(weights, config)
         embedding = _embedding(config)
-        if embedding not in weights and (bare := embedding.removeprefix(PREFIXES[0])) in weights:
+        if embedding not in weights and embedding.removeprefix(PREFIXES[0]) in weights:
             # Embedding models are saved without their head, and so without the prefix.
             weights = {PREFIXES[0] + name: source for name, source in weights.items()}
-            assert PREFIXES[0] + bare == embedding
         # A file may store the tied tensor under the head's name.
         if config.tie_embeddings and embedding not in weights and _HEAD in weights:
             weights = {embedding if name == _HEAD else name: source for name, source in weights.items()}
@@ -305,10 +300,12 @@ def _open_plans(
         yield plans, treedef, [*notes, *_dequantization_notes(plans)]
 
 
-def _is_extra(name: str, config: DecoderConfig) -> bool:
-    """Return whether a tensor belongs to a layer after the last one, which predicts a later token."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return match is not None and int(match[1]) >= config.num_layers
+def _is_skipped(name: str, config: DecoderConfig) -> bool:
+    """Return whether a tensor is not part of the decoder: it is for images, or predicts a later token."""
+    family = family_of(config)
+    layer = re.match(r"model\.layers\.(\d+)\.", name) if family.skips_extra_layers else None
+    is_extra = layer is not None and int(layer[1]) >= config.num_layers
+    return is_extra or name.removeprefix("model.").startswith(family.ignored)
 
 
 def _split_experts(weights: Mapping[str, Source], config: DecoderConfig) -> Mapping[str, Source]:

@@ -454,7 +454,8 @@ class Conversation:
 
         Args:
             prompt: token ids of the whole text. The prefix in common with the previous text is not processed again,
-                except with the rotary scaling types `longrope` and `dynamic`.
+                except with the rotary scaling types `longrope` and `dynamic`. A model with delta nets processes the
+                whole text again if the previous text is not a prefix of it.
             num_tokens: maximum number of new tokens.
             key: a JAX random key.
             sampling: sampling settings; None: `Sampling()`.
@@ -506,7 +507,7 @@ class Conversation:
         # The last token is always processed, because its logits are needed.
         num_cached = min(len(os.path.commonprefix([self._cached_tokens, prompt])), len(prompt) - 1)
         # Later columns of keys and values are overwritten, but a state cannot go back to an earlier token.
-        is_too_late = self._model.config.delta_net is not None and num_cached < len(self._cached_tokens)
+        is_too_late = self._model.config.has_state and num_cached < len(self._cached_tokens)
         if cache is None or is_too_late or cache.segments.shape[1] < num_columns:
             cache, num_cached = empty_cache(self._model, jnp.ones((1, num_columns), jnp.int32)), 0
         cache, logits_BV = dataclasses.replace(cache, column=jnp.int32(num_cached)), None

@@ -285,17 +285,18 @@ def _finish(
     if gate_BTW is not None:
         out_BTW = out_BTW * jax.nn.sigmoid(gate_BTW)
     added_BTD = checkpoint_name(_dense(layer["last"], out_BTW), "attn_proj")
-    h_BTD = h_BTD + _scaled(_norm(layer, "attn_post_norm", added_BTD, config), config.residual_multiplier)
+    h_BTD = h_BTD + scaled(_norm(layer, "attn_post_norm", added_BTD, config), config.residual_multiplier)
     mlp = _mlp_and_experts if config.experts is not None and config.experts.beside_mlp else _mlp
     out_BTD, routing = mlp(layer, h_BTD, config)
-    h_BTD = h_BTD + _scaled(_norm(layer, "mlp_post_norm", out_BTD, config), config.residual_multiplier)
+    h_BTD = h_BTD + scaled(_norm(layer, "mlp_post_norm", out_BTD, config), config.residual_multiplier)
     if config.layer_scale:
         h_BTD = h_BTD * jax.lax.stop_gradient(layer["layer_scalar"]["weight"])[None, None].astype(h_BTD.dtype)
     return h_BTD, routing
 
 
-def _scaled(x: Array, factor: float) -> Array:
-    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+def scaled(x: Array, factor: float) -> Array:
+    """Multiply by a factor that is not rounded to the dtype of `x`, as PyTorch does."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _mlp_and_experts(layer: Tree, h_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array]]:
@@ -303,12 +304,13 @@ def _mlp_and_experts(layer: Tree, h_BTD: Array, config: DecoderConfig) -> tuple[
     experts, mlp, activation = config.experts, layer["mlp"], _ACTIVATIONS[config.activation]
     assert experts is not None
     mlp_BTD = _gated_mlp(mlp, _norm(layer, "mlp_norm", h_BTD, config), activation)
-    scale_D = mlp["router"]["scale"].astype(h_BTD.dtype)[None, None] * config.hidden_size**-0.5
     routed = {name: mlp[name] for name in ("router", "experts")}
+    router_BTD = _unit_rms(h_BTD, config) * mlp["router"]["scale"].astype(h_BTD.dtype)[None, None]
+    router_BTD = scaled(router_BTD, config.hidden_size**-0.5)
     inputs = rms_norm(h_BTD, layer["experts_norm"]["weight"], config)
-    out_BTD, *routing = mixture(routed, inputs, experts, activation, _unit_rms(h_BTD, config) * scale_D)
-    sums = (rms_norm(mlp_BTD, layer["mlp_inner_norm"]["weight"], config),)
-    return sums[0] + rms_norm(out_BTD, layer["experts_post_norm"]["weight"], config), (routing[0], routing[1])
+    out_BTD, *routing = mixture(routed, inputs, experts, activation, router_BTD)
+    mlp_BTD = rms_norm(mlp_BTD, layer["mlp_inner_norm"]["weight"], config)
+    return mlp_BTD + rms_norm(out_BTD, layer["experts_post_norm"]["weight"], config), (routing[0], routing[1])
 
 
 def _mlp(layer: Tree, h_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:

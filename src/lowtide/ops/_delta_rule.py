@@ -69,8 +69,8 @@ def gated_delta_rule(
         The output, with the shape and dtype of `v`, and the state after the last token in float32.
 
     Raises:
-        ConfigError: when the number of value heads is no multiple of the number of key heads, or `chunk_size` is below
-            1.
+        ConfigError: for shapes that do not fit, no tokens, a number of value heads that is no multiple of the number of
+            key heads, and a `chunk_size` below 1.
 
     Memory:
         In the backward pass one state of ``H * X * Y * 4`` bytes per row for every 1,024 tokens, and the intermediate
@@ -84,6 +84,7 @@ def gated_delta_rule(
         ((1, 5, 2, 3), (1, 2, 4, 3))
     """
     check_integer("chunk_size of gated_delta_rule", chunk_size)
+    _check_shapes(q, k, v, log_decay, beta, segment_ids)
     (num_rows, _, num_keys, key_dim), (num_values, value_dim) = q.shape, v.shape[2:]
     if num_values % num_keys:
         problem = f"gated_delta_rule: {num_values} value heads are no multiple of {num_keys} key heads"
@@ -100,6 +101,16 @@ def gated_delta_rule(
 
     final_state, out = scan_spans(step, state, tokens, segment_ids)
     return out, final_state
+
+
+def _check_shapes(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, segment_ids: Array | None) -> None:
+    shapes = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "segment_ids": segment_ids}
+    expected = {"q": (*v.shape[:2], *q.shape[2:4]), "k": q.shape, "v": (*v.shape[:3], *v.shape[-1:])}
+    expected |= dict.fromkeys(("log_decay", "beta"), v.shape[:3]) | {"segment_ids": v.shape[:2]}
+    for name, array in shapes.items():
+        if array is not None and (array.shape != expected[name] or 0 in array.shape or q.ndim != 4 or v.ndim != 4):
+            hint = "give q and k [B, T, K, X], v [B, T, H, Y], log_decay and beta [B, T, H], segment_ids [B, T]"
+            raise ConfigError(f"gated_delta_rule: {name} has shape {array.shape}", hint=hint)
 
 
 class Documents(NamedTuple):
@@ -120,8 +131,8 @@ def scan_spans(
     """Run a recurrence over spans of tokens, with one checkpoint per span.
 
     Args:
-        step: function ``(state, tokens, documents) -> (state, out)`` of at most 1,024 tokens [B, t, ...]. `documents`
-            is None without `segment_ids`.
+        step: function ``(state, tokens, documents) -> (state, out)`` of up to 2,047 tokens [B, t, ...]; spans have
+            1,024 tokens, and fewer than two spans are one. There are no `documents` without `segment_ids`.
         state: tree of arrays before the first token, which belongs to the document of the first token.
         tokens: tree of arrays [B, T, ...].
         segment_ids: document of each token; a document begins where the id changes.

@@ -221,12 +221,20 @@ def select_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[
     """Remove unstacked weights of layers outside of `layers`, and check that all of `layers` exist."""
     if layers is None:
         return list(chosen)
-    selected = [site for site in chosen if len(site.weight.shape) == 3 or _layer_index(site) in layers]
+    is_stack = {site.index: len(site.weight.shape) == 3 for site in chosen}
+    selected = [
+        site
+        for site in chosen
+        if (not {*layers}.isdisjoint(site.layers) if is_stack[site.index] else _layer_index(site) in layers)
+    ]
     stacks = [site.layers for site in chosen if len(site.weight.shape) == 3]
     existing = {index for stack in stacks for index in stack} | {_layer_index(site) for site in selected}
     if absent := [layer for layer in layers if layer not in existing]:
-        count = max((stack[-1] for stack in stacks), default=0) + 1
-        hint = f"use indices below {count}" if stacks else "use the indices in paths such as layers/3/q_proj"
+        indices = sorted({index for stack in stacks for index in stack})
+        hint = "use the indices in paths such as layers/3/q_proj"
+        if stacks:
+            is_whole = indices == [*range(len(indices))]
+            hint = f"use indices below {len(indices)}" if is_whole else f"the targets are in layers {shown(indices)}"
         raise ConfigError(f"layers: {absent[0]} is not a layer of the targets", hint=hint)
     return selected
 

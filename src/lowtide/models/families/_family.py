@@ -106,6 +106,8 @@ class Family:
     """Defaults for fields missing from `config.json`: the defaults of the family's class in `transformers`."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies if `config.json` has none."""
+    rope_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """``rope_parameters`` for a `config.json` that has neither these nor ``rope_scaling``."""
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Older names of types of RoPE scaling in the family's files, with the present names."""
     rope_fields: Sequence[str] = ()
@@ -133,7 +135,7 @@ class Family:
     """Architecture of a multimodal model whose text decoder belongs to this family."""
     skips_extra_layers: bool = False
     """Whether files hold layers after the last one, which predict later tokens; they are skipped."""
-    ignored: tuple[str, ...] = IMAGE_MODULES
+    ignored: tuple[str, ...] = ()
     """Beginnings of names, without `PREFIXES`, of tensors in checkpoints that are not part of the decoder."""
 
     @property

@@ -132,12 +132,16 @@ GEMMA3 = dataclasses.replace(
     write=_write_gemma3,
     rope_theta=1e6,
     text_of="Gemma3ForConditionalGeneration",
+    ignored=IMAGE_MODULES,
 )
 
 
 # Gemma 4: heads of another width, and keys as values, in layers without a window; norms of values; experts beside the
 # MLP. The small models (E2B, E4B) have embeddings per layer and layers that share keys, which are not supported.
 def _read_gemma4(file: Any) -> dict[str, Any]:
+    if file.rope_scaling is not None or not (file.local_rope.model_fields_set or file.rope_parameters is None):
+        problem = "rope_parameters must have one entry for each of full_attention and sliding_attention"
+        raise ConfigError(problem, hint="copy config.json again")
     layers = sliding_by_type(file, lambda index: (index + 1) % 6 != 0)
     layers["sliding_layers"] = (*layers["sliding_layers"][:-1], False)  # transformers forces the last layer, too
     experts = None
@@ -229,6 +233,10 @@ GEMMA4 = Family(
         "use_double_wide_mlp": (False,),
     },
     rope_theta=1e6,
+    rope_defaults={
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
     rope_fields=("proportional",),
     has_local_rope=True,
     writes_local_rope=True,

@@ -1,4 +1,4 @@
-"""Llama and families that differ from it by a few switches: Mistral, Mixtral, OLMo, Phi and gpt-oss."""
+"""Llama and families that differ from it by switches, such as Mistral, OLMo, Phi, SmolLM3, Granite and gpt-oss."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .._config import DecoderConfig, Experts
 from ._family import (
     ATTN,
     EXPERT_TYPES,
+    IMAGE_MODULES,
     MLP,
     Count,
     Dropout,
@@ -49,6 +50,7 @@ MISTRAL = Family(
     field_types={"sliding_window": Size},
     defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 2**17},
     text_of="Mistral3ForConditionalGeneration",
+    ignored=IMAGE_MODULES,
 )
 
 
@@ -239,11 +241,15 @@ GPT_OSS = Family(
 )
 
 
-# SmolLM3: every fourth layer neither rotates queries and keys nor, if windows are switched on, sees the whole text.
+# SmolLM3: every fourth layer has no rotary positions. With `use_sliding_window`, these layers have the window.
 def _read_smollm3(file: Any) -> dict[str, Any]:
     interval = file.no_rope_layer_interval or 4
-    rotates = file.no_rope_layers or [(index + 1) % interval != 0 for index in range(file.num_hidden_layers)]
+    rotates = file.no_rope_layers
+    if rotates is None:
+        rotates = [(index + 1) % interval != 0 for index in range(file.num_hidden_layers)]
     windows = {"sliding_window": None, "sliding_layers": None}
+    if not file.use_sliding_window and "sliding_attention" in (file.layer_types or ()):
+        raise ConfigError("layer_types has sliding_attention, but use_sliding_window is off", hint="set it to true")
     if file.use_sliding_window:
         windows = sliding_by_type(file, lambda index: not rotates[index])
     return {**windows, "rotary_layers": tuple(map(bool, rotates[: file.num_hidden_layers]))}
@@ -282,6 +288,10 @@ MINISTRAL3 = dataclasses.replace(
     architecture="Ministral3ForCausalLM",
     defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 2**18, "head_dim": 128},
     rope_theta=1e6,
+    rope_defaults={
+        **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
     rope_fields=("mscale", "mscale_all_dim", "llama_4_scaling_beta"),
     rope_ignored=("max_position_embeddings",),
 )

@@ -233,6 +233,7 @@ QWEN3_5_MOE = dataclasses.replace(
         **{"moe_intermediate_size": Size, "shared_expert_intermediate_size": Size},
     },
     defaults={**_MOE_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},
+    neutral={**QWEN3_5.neutral, "norm_topk_prob": (True,)},
     read=lambda file: {**_read_delta(file), "experts": _read_shared(file)},
     write=_write_shared,
     text_of="Qwen3_5MoeForConditionalGeneration",
@@ -250,7 +251,7 @@ QWEN3_NEXT = dataclasses.replace(
         **{**_MOE_DEFAULTS, "num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632},
         "norm_topk_prob": True,
     },
-    neutral={**QWEN3_5_MOE.neutral, "decoder_sparse_step": (1,)},
+    neutral={**QWEN3_5.neutral, "decoder_sparse_step": (1,)},
     read=lambda file: {
         **_read_delta(file, fused=True),
         "experts": _read_shared(file, normalize=bool(file.norm_topk_prob)),

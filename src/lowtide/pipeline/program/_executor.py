@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from ...core import (
     INTERNAL_PREFIX,
+    LAYER_INPUT,
     LayerStack,
     ScheduleError,
     StackShapes,
@@ -775,13 +776,13 @@ def recomputing(block: _Block, remat: bool | Callable[..., bool], *, inputs_on_h
 
     offload_input = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_INPUT_NAME],
+        names_which_can_be_offloaded=[_INPUT_NAME, LAYER_INPUT],
         offload_src="device",
         offload_dst="pinned_host",
     )
 
     def decide(primitive: Any, *args: Any, **params: Any) -> Any:
-        if params.get("name") == _INPUT_NAME:
+        if params.get("name") in (_INPUT_NAME, LAYER_INPUT):
             return offload_input(primitive, *args, **params)
         return policy(primitive, *args, **params)
 
