@@ -263,7 +263,7 @@ class DecoderConfig:
     value_norm: bool = False
     """Whether the values of each head are normalised, without weights."""
     layer_scale: bool = False
-    """Whether the output of each layer is multiplied by a stored number, which does not train."""
+    """Whether the output of each layer is multiplied by a stored number, which gets no gradient."""
     delta_net: DeltaNet | None = None
     """Gated delta net that replaces attention, or None."""
     delta_layers: tuple[bool, ...] | None = None

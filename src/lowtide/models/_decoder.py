@@ -3,9 +3,7 @@
 `DecoderConfig` has the switches between families. Matrices are [out, in], as in Hugging Face checkpoints (gpt-oss
 experts: [in, out]). `lowtide.core.linear` multiplies by them, so an adapter or quantised weight can replace a matrix.
 
-Shapes: B batch, T sequence, D model, N query heads, K key/value heads, H head, F MLP, V vocabulary, L layers,
-E experts. Sources: "Llama 2" (arXiv:2307.09288), "Gemma 2" (arXiv:2408.00118; soft caps, norms after attention and MLP,
-sliding windows in every other layer), "Qwen3" (arXiv:2505.09388; norms of queries and keys).
+Shapes: B batch, T sequence, D model, V vocabulary, L layers, C classes, E experts.
 """
 
 from __future__ import annotations

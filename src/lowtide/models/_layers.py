@@ -1,7 +1,9 @@
 """One layer of a decoder: attention or a delta net, then an MLP or a mixture of experts.
 
 Shapes: B batch, T sequence, D model, N query heads, K key/value heads, H head, W queries of all heads, X keys of all
-heads, F MLP, E experts, S cached tokens.
+heads, F MLP, E experts, S cached tokens. Sources: "Llama 2" (arXiv:2307.09288), "Gemma 2" (arXiv:2408.00118; soft caps,
+norms after attention and MLP), "Qwen3" (arXiv:2505.09388; norms of queries and keys), "Gated Delta Networks"
+(arXiv:2412.06464).
 """
 
 from __future__ import annotations
