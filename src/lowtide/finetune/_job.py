@@ -184,13 +184,12 @@ def add_adapter(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
     With EVA the factors are random until `add_eva_adapter` initialises them; a target that it cannot initialise raises
     StructureError here, before any data is read.
     """
-    config = _with_leading_targets(config, base)
     if config.adapter is not None:
         with warnings.catch_warnings():
             if config.lora_dropout:  # the warning tells the user to set a dropout, and here it is set
                 warnings.filterwarnings("ignore", r".*_dropout .* is not applied")
             return lora.load(base, config.adapter)
-    key = jax.random.key(config.seed)
+    key, config = jax.random.key(config.seed), _with_leading_targets(config, base)
     shared_kwargs: dict[str, Any] = {"modules_to_save": _modules_to_save(config)}
     if config.method == "ia3":
         # (IA)³ scales the inputs of `down_proj` and the outputs of all other targets. A `feedforward` pattern that
@@ -226,8 +225,9 @@ def add_eva_adapter(base: models.Decoder, config: FinetuneConfig, batches: Any) 
 
 def _with_leading_targets(config: FinetuneConfig, base: models.Decoder) -> FinetuneConfig:
     """Extend the default targets to leading layers, whose weights are not in the stack."""
-    is_default = config.targets == FinetuneConfig.targets
-    return dataclasses.replace(config, targets=base.config.projections) if is_default else config
+    if base.config.num_dense_layers and config.targets == FinetuneConfig.targets:
+        return dataclasses.replace(config, targets=base.config.projections)
+    return config
 
 
 def _modules_to_save(config: FinetuneConfig) -> tuple[str, ...]:
